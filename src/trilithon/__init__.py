@@ -1,0 +1,60 @@
+"""trilithon: train and serve models far larger than the memory they are given.
+
+    engine = trilithon.initialize(model, config="config.json")
+
+Only the names in `__all__` are promised; they resolve lazily (PEP 562), so that importing the package stays cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "initialize": "trilithon.engine.build",
+    "Engine": "trilithon.engine.engine",
+    "Config": "trilithon.config",
+    "zero": "trilithon.zero",
+    "TrilithonError": "trilithon.errors",
+    "ConfigError": "trilithon.errors",
+    "DataError": "trilithon.errors",
+    "CheckpointError": "trilithon.errors",
+    "ProtocolError": "trilithon.errors",
+    "ShardedParameterError": "trilithon.errors",
+    "CollectiveError": "trilithon.errors",
+    "NonFiniteError": "trilithon.errors",
+    "LaunchError": "trilithon.errors",
+}
+
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from trilithon import zero as zero
+    from trilithon.config import Config as Config
+    from trilithon.engine.build import initialize as initialize
+    from trilithon.engine.engine import Engine as Engine
+    from trilithon.errors import CheckpointError as CheckpointError
+    from trilithon.errors import CollectiveError as CollectiveError
+    from trilithon.errors import ConfigError as ConfigError
+    from trilithon.errors import DataError as DataError
+    from trilithon.errors import LaunchError as LaunchError
+    from trilithon.errors import NonFiniteError as NonFiniteError
+    from trilithon.errors import ProtocolError as ProtocolError
+    from trilithon.errors import ShardedParameterError as ShardedParameterError
+    from trilithon.errors import TrilithonError as TrilithonError
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'trilithon' has no attribute {name!r}")
+    module = import_module(home)
+    value = module if name == "zero" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
