@@ -1,0 +1,146 @@
+"""The gradient of one unit: collected as autograd produces it, reduced, and handed to the update as what this rank owns.
+
+Reduction is linear and safe: whatever has arrived when a unit is reduced is reduced, what is missing counts as zero, and
+what comes later is reduced as well and added. So modules used twice, re-entrant recomputation and several backwards
+before one step give what plain autograd gives. (The third answer of a ZeRO stage, are gradients whole until the
+boundary, is `keep_full`; Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trilithon.contracts import Collectives, Handle, Tag
+from trilithon.zero.unit import Unit
+
+
+class UnitGradients:
+    """Collects, reduces and holds the gradient of one trainable unit.
+
+    reducer, gatherer: groups for the two directions. keep_full: contributions stay local until the boundary (stages 0
+    and 1). wire: dtype on the network. accumulate: dtype of sums over micro-steps and of the result.
+    """
+
+    def __init__(
+        self, unit: Unit, *, reducer: Collectives, gatherer: Collectives, keep_full: bool, wire: torch.dtype,
+        accumulate: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.unit, self._reducer, self._gatherer = unit, reducer, gatherer
+        self._in_place = keep_full or reducer.world_size == 1
+        self._wire, self._accumulate = wire, accumulate
+        self._whole_result = unit.own == (0, unit.layout.padded)
+        count = len(unit.params)
+        self.expected = [1] * count  # arrivals per parameter in one backward, learned from the one before
+        self.arrivals = [0] * count  # in this backward
+        self.used = [False] * count  # in this accumulation window
+        self.result: Tensor | None = None  # [own] mean over ranks of what has been reduced in this window
+        self._full: Tensor | None = None  # [padded] contributions that no reduction has taken yet
+        self._filled = [False] * count
+        self._pending: list[Handle] = []
+        self._spare: Tensor | None = None  # a buffer of the window before, to be used again
+        self._owner_of_result: Tensor | None = None
+
+    # ----------------------------------------------------------------------------------------------- collecting
+    def begin_backward(self) -> None:
+        self.arrivals = [0] * len(self.arrivals)
+
+    def end_backward(self) -> None:
+        self.expected = list(self.arrivals)
+
+    def arrive(self, index: int, grad: Tensor, deferred: bool) -> bool:
+        """Take the gradient of parameter `index`; True when all that is expected in this backward has come.
+
+        deferred: it will stay here over several backwards, so it is summed in the accumulation type.
+        """
+        full = self._full if self._full is not None else self._fresh(deferred)
+        field = self.unit.layout.fields[index]
+        view = full[field.start : field.stop].view(field.shape)
+        if self._filled[index]:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self._filled[index] = True
+        self.used[index] = True
+        self.arrivals[index] += 1
+        return self.complete()
+
+    def complete(self) -> bool:
+        return all(have >= want for have, want in zip(self.arrivals, self.expected, strict=True))
+
+    @property
+    def dirty(self) -> bool:
+        """Contributions are here that no reduction has taken."""
+        return self._full is not None
+
+    def _fresh(self, deferred: bool) -> Tensor:
+        dtype = self._accumulate if deferred or self._in_place else self.unit.dtype
+        if self._in_place and self._spare is not None and self._spare.dtype == dtype:
+            full, self._spare = self._spare, None
+        else:
+            full = torch.empty(self.unit.layout.padded, dtype=dtype, device=self.unit.flat.device)
+            for start, stop in self.unit.layout.gaps():
+                full[start:stop].zero_()
+        self._full, self._filled = full, [False] * len(self._filled)
+        return full
+
+    # ------------------------------------------------------------------------------------------------- reducing
+    def launch(self, tag: Tag) -> None:
+        """Reduce what is here, missing parts as zero; the sum lands in `result` when `land` is called."""
+        full = self._full if self._full is not None else self._fresh(deferred=False)
+        for field, filled in zip(self.unit.layout.fields, self._filled, strict=True):
+            if not filled:
+                full[field.start : field.stop].zero_()
+        self._full = None
+        wire = full if full.dtype == self._wire else full.to(self._wire)
+        low, high = self.unit.layout.owned(self._reducer.rank)
+        if self.result is None:
+            if self._in_place:
+                self._owner_of_result = full
+                self.result = full if self._whole_result else full[low:high]
+            else:
+                self._owner_of_result = self.result = self._result_buffer(high - low, full)
+            out, accumulate = (self.result[low:high] if self._whole_result else self.result), False
+        else:
+            out, accumulate = (self.result[low:high] if self._whole_result else self.result), True
+        handle = self._reducer.reduce_scatter(
+            wire, out, tag, scale=1.0 / self._reducer.world_size, accumulate=accumulate
+        )
+        self._pending.append(handle)
+
+    def _result_buffer(self, numel: int, like: Tensor) -> Tensor:
+        if self._spare is not None and self._spare.dtype == self._accumulate:
+            buffer, self._spare = self._spare, None
+            return buffer
+        return torch.empty(numel, dtype=self._accumulate, device=like.device)
+
+    @property
+    def in_flight(self) -> bool:
+        return bool(self._pending)
+
+    def done(self) -> bool:
+        return all(handle.done() for handle in self._pending)
+
+    def land(self) -> None:
+        """Wait for the reductions in flight."""
+        while self._pending:
+            self._pending.pop(0).wait()
+
+    def spread(self, tag: Tag) -> Handle | None:
+        """With whole state (stage 0) the owned parts become the whole mean on every rank."""
+        if not self._whole_result or self.result is None or self._gatherer.world_size == 1:
+            return None
+        low, high = self.unit.layout.owned(self._gatherer.rank)
+        return self._gatherer.all_gather(self.result, self.result[low:high], tag)
+
+    # ------------------------------------------------------------------------------------------------ forgetting
+    def drop(self) -> None:
+        """The window is over: forget its gradients, keep the memory for the next."""
+        self.land()
+        self._spare = self._owner_of_result if self._owner_of_result is not None else self._full
+        self.result = self._owner_of_result = self._full = None
+        self.used = [False] * len(self.used)
+
+    def bytes(self) -> int:
+        buffers = {id(b): b for b in (self._full, self._owner_of_result, self._spare) if b is not None}
+        return sum(b.numel() * b.element_size() for b in buffers.values())

@@ -1,0 +1,276 @@
+"""Stage 3 at work: parameters are gathered when a module's forward or backward needs them and freed after it.
+
+Hooks on the modules that own units open and close a *frame*; a frame holds its units whole while it runs. The outputs
+of a forward carry a hook that gathers the same units again before the backward of that module starts. Autograd runs
+nodes latest first, so when the backward of an earlier module starts, those of later ones that it is not inside are over.
+A parameter read outside its own module while a frame is open joins that frame; read outside any frame it raises.
+
+The order of gathers is recorded and drives read-ahead; when it changes it is recorded anew, never an error.
+(Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3; recorded order: Rajbhandari et al. 2021, arXiv:2104.07857, 6.2.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from trilithon.contracts import Collectives, Tag
+from trilithon.errors import CollectiveError, ShardedParameterError
+from trilithon.zero.prefetch import Trace
+from trilithon.zero.sharded_parameter import forget_owner, set_owner
+from trilithon.zero.unit import Residency, Unit
+
+
+@dataclasses.dataclass(eq=False)
+class Frame:
+    """One running forward (or one open backward) of a module, and the units it keeps whole."""
+
+    module: str
+    units: list[Unit]
+
+
+def in_backward() -> bool:
+    """Autograd is executing a graph in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class GatherOnUse:
+    """Gathers units around the modules that use them.
+
+    owners: module name -> (module, its units); the root module "" is always there. comm: the group for gathers.
+    prefetch_numel, max_live_numel: elements read ahead, and whole elements alive at once while reading ahead.
+    """
+
+    def __init__(
+        self, owners: Mapping[str, tuple[nn.Module, list[Unit]]], comm: Collectives, *, prefetch_numel: int,
+        max_live_numel: int, keep: Callable[[str], bool],
+    ) -> None:  # fmt: skip
+        self._comm, self._keep_module = comm, keep
+        self._prefetch_numel, self._max_live_numel = prefetch_numel, max_live_numel
+        self._units = [unit for _, units in owners.values() for unit in units]
+        self._kept = {unit for name, (_, units) in owners.items() for unit in units if keep(name)}
+        self._root = set(owners[""][1])
+        self._by_index = {unit.index: unit for unit in self._units}
+        self._unit_of = {id(param): unit for unit in self._units for param in unit.params}
+        self._frames: list[Frame] = []
+        self._backward: list[Frame] = []
+        self._traces = {True: Trace(), False: Trace()}
+        self._training = False  # what the outermost running forward is part of
+        self._newest: Unit | None = None  # gathered latest in this step's forward ...
+        self._last_forward: Unit | None = None  # ... and last of all in the step before: backward needs it first
+        self._uneven = False
+        self._at = (-1, -1)
+        for unit in self._units:
+            for param in unit.params:
+                set_owner(param, self)
+        self._handles: list[RemovableHandle] = []
+        for name, (module, units) in owners.items():
+            self._install(name, module, units)
+
+    def _install(self, name: str, module: nn.Module, units: list[Unit]) -> None:
+        enter = _not_compiled(lambda *_: self.enter(name, units))
+        leave = _not_compiled(lambda _module, _inputs, output: self.leave(output))
+        self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    # ------------------------------------------------------------------------------------------------- forward
+    def enter(self, name: str, units: Sequence[Unit]) -> None:
+        frame = Frame(name, [])
+        if not self._frames:
+            self._training = torch.is_grad_enabled() or in_backward()
+            if not self._training:
+                self._traces[False].restart()
+        self._frames.append(frame)
+        for unit in units:
+            self._join(frame, unit)
+
+    def leave(self, output: Any) -> None:
+        frame = self._frames.pop()
+        if torch.is_grad_enabled():
+            hook = _once(lambda: self._enter_backward(frame))
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(hook)
+        for unit in frame.units:
+            unit.users -= 1
+            if unit.users == 0 and not self._stays(unit):
+                unit.free()
+
+    def _stays(self, unit: Unit) -> bool:
+        """After its forward: is it needed again so soon that freeing it would only cost another gather?"""
+        if not torch.is_grad_enabled():
+            return False
+        if in_backward():  # recomputed inside backward: its own backward follows
+            return unit.trainable
+        return unit in self._kept or unit in self._root or unit is self._last_forward
+
+    def _join(self, frame: Frame, unit: Unit) -> None:
+        if unit not in frame.units:
+            frame.units.append(unit)
+            unit.users += 1
+            self.ensure(unit)
+
+    # ------------------------------------------------------------------------------------------------ backward
+    def begin_step(self, step: int, micro_step: int) -> None:
+        self._at = (step, micro_step)
+
+    def _enter_backward(self, frame: Frame) -> None:
+        self._training = True
+        self._close_finished(frame.module)
+        self._backward.append(frame)
+        for unit in frame.units:
+            self.ensure(unit)
+
+    def _close_finished(self, starting: str) -> None:
+        open_, self._backward = self._backward, []
+        for frame in open_:
+            if frame.module == "" or starting == frame.module or starting.startswith(frame.module + "."):
+                self._backward.append(frame)
+        needed = {unit for frame in self._backward for unit in frame.units}
+        for frame in open_:
+            for unit in frame.units:
+                if unit not in needed and unit.users == 0:
+                    unit.free()
+
+    def gradient_complete(self, unit: Unit) -> None:
+        """All gradients of the unit have arrived: nothing in this backward reads its values any more."""
+        if unit.users == 0:
+            unit.free()
+
+    def finish_backward(self) -> None:
+        self._backward.clear()
+        self._traces[True].restart()
+        self._last_forward = self._newest
+        self.free_all()
+
+    def free_all(self) -> None:
+        """Free what no forward or context is using."""
+        for unit in self._units:
+            if unit.users == 0:
+                unit.free()
+
+    # ------------------------------------------------------------------------------------------------- gathers
+    def ensure(self, unit: Unit) -> None:
+        """The unit's parameters are whole when this returns."""
+        if unit.residency is Residency.WHOLE:
+            return
+        if self._uneven:
+            self._announce(unit.index)
+        if unit.residency is Residency.SHARDED:
+            unit.launch_gather(unit.tag(*self._at))
+        ahead = self._traces[self._training].follow(unit.index)
+        if self._training and not in_backward():
+            self._newest = unit
+        if not self._uneven:
+            self._read_ahead(ahead)
+        unit.finish_gather()
+
+    def _read_ahead(self, ahead: Iterator[int]) -> None:
+        live = sum(u.layout.padded for u in self._units if u.residency is not Residency.SHARDED)
+        budget = min(self._prefetch_numel, self._max_live_numel - live)
+        for index in ahead:
+            unit = self._by_index[index]
+            if unit.residency is not Residency.SHARDED:
+                if unit.residency is Residency.GATHERING:
+                    budget -= unit.layout.padded
+                continue
+            budget -= unit.layout.padded
+            if budget < 0:
+                return
+            unit.launch_gather(unit.tag(*self._at))
+
+    def make_whole(self, param: nn.Parameter, use: str) -> None:
+        """A sharded parameter is being read (called by `ShardedParameter`)."""
+        unit = self._unit_of[id(param)]
+        if self._frames:
+            self._join(self._frames[-1], unit)
+        elif in_backward():
+            self._backward.append(Frame("", [unit]))
+            self.ensure(unit)
+        else:
+            raise ShardedParameterError(
+                f"`{use}` reads the values of parameter '{self.name_of(param)}', of which this rank holds a slice "
+                "only (ZeRO stage 3). Use `with trilithon.zero.gathered(params):` on all ranks, or "
+                "`engine.full_parameters()` / `engine.state_dict()` for whole copies."
+            )
+
+    def name_of(self, param: nn.Parameter) -> str:
+        unit = self._unit_of[id(param)]
+        position = next(i for i, candidate in enumerate(unit.params) if candidate is param)
+        return unit.layout.fields[position].name
+
+    # -------------------------------------------------------------------------------------------------- uneven
+    def begin_uneven(self) -> None:
+        self.free_all()
+        self._uneven = True
+
+    def end_uneven(self) -> None:
+        """Serve the gathers of ranks that still run, until all are here."""
+        try:
+            while (index := self._exchange(None)) is not None:
+                unit = self._by_index[index]
+                unit.launch_gather(unit.tag(*self._at))
+                unit.finish_gather()
+                if unit.users == 0:
+                    unit.free()
+        finally:
+            self._uneven = False
+
+    def _announce(self, index: int) -> None:
+        self._exchange(index)
+
+    def _exchange(self, index: int | None) -> int | None:
+        """What the running ranks gather next; None when no rank runs any more."""
+        wanted = self._comm.all_gather_object(index, Tag("uneven()", step=self._at[0]))
+        running = {value for value in wanted if value is not None}
+        if len(running) > 1:
+            names = {rank: self._by_index[v].name for rank, v in enumerate(wanted) if v is not None}
+            raise CollectiveError(
+                f"inside uneven() the ranks run different modules: {names}. They may differ in how often they call the "
+                "model, not in what it runs; make the calls alike."
+            )
+        return running.pop() if running else None
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for unit in self._units:
+            self.ensure(unit)
+            for param in unit.params:
+                forget_owner(param)
+
+
+def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """Marks a hook so that torch.compile breaks its graph there instead of tracing collectives."""
+    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return hook
+
+
+def _once(action: Callable[[], None]) -> Callable[[Tensor], None]:
+    """A tensor hook (returning None leaves the gradient alone) that acts the first time only."""
+    pending = [action]
+
+    def hook(_grad: Tensor) -> None:
+        if pending:
+            pending.pop()()
+
+    return hook
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in a forward's output, inside containers, dataclasses and plain objects."""
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from _tensors(getattr(leaf, field.name))
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module) and not callable(leaf):
+            yield from (value for value in vars(leaf).values() if isinstance(value, Tensor))

@@ -1,0 +1,465 @@
+"""ZeRO stages 0 to 3 as one mechanism: units, and three switches.
+
+    stage   values whole between uses   gradients whole until the boundary   fp32 state whole
+    0       yes                         yes                                  yes
+    1       yes                         yes                                  no
+    2       yes                         no                                   no
+    3       no                          no                                   no
+
+The arithmetic of a step is the same in all of them: contributions are summed over ranks in rank order in fp32, so fp32
+results do not depend on stage, bucket size or overlap. (Rajbhandari et al. 2020, arXiv:1910.02054, section 5.)
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from trilithon.config import ZeroConfig
+from trilithon.contracts import Collectives, Handle, ReduceOp, Shard, Slice, SyncMode, Tag
+from trilithon.errors import ProtocolError
+from trilithon.kernels import sum_of_squares
+from trilithon.zero import grouping
+from trilithon.zero.gather import hold
+from trilithon.zero.gradients import UnitGradients
+from trilithon.zero.grouping import FROZEN, Entry, UnitPlan
+from trilithon.zero.layout import FlatLayout
+from trilithon.zero.materialize import initial_values
+from trilithon.zero.reduction import ReductionQueue
+from trilithon.zero.residency import GatherOnUse, in_backward
+from trilithon.zero.unit import Unit
+
+_RUNNING: list[ZeroSharding] = []  # whose backward autograd is executing; innermost last
+
+
+@dataclass(frozen=True, slots=True)
+class Communicators:
+    """Three groups over the same ranks, since gathers, reductions and agreements may be in flight together."""
+
+    control: Collectives
+    gather: Collectives
+    reduce: Collectives
+
+
+@dataclass(frozen=True, slots=True)
+class Precisions:
+    """low: what forward computes in (None keeps each parameter's own type); wire, accumulate: None follows `low`."""
+
+    low: torch.dtype | None = None
+    wire: torch.dtype | None = None
+    accumulate: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What all ranks agree on before an update."""
+
+    squared_norm: float  # of the mean gradient as it is stored; not finite when an element is not
+    idle: frozenset[str]  # parameters that got no gradient on any rank in this window
+    extra: tuple[float, ...]  # the caller's numbers, summed over ranks
+
+
+class ZeroSharding:
+    """Implements `contracts.Sharding` for the parameters of one model on one data-parallel group.
+
+    group_of: parameter -> optimizer group, or FROZEN. Takes the model's parameters over at once, unit by unit: the
+    memory needed beyond the final state is one unit in fp32.
+    """
+
+    def __init__(
+        self, model: nn.Module, group_of: Callable[[nn.Parameter], int], settings: ZeroConfig, comm: Communicators,
+        precisions: Precisions, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.stage = settings.stage if comm.control.world_size > 1 else min(settings.stage, 1)
+        self._comm, self._precisions, self._device = comm, precisions, device
+        self._step, self._micro, self._window_open = -1, -1, False
+        self._deferred = False
+        self.entries = list(_entries(model, group_of, precisions))
+        self.units = [self._make_unit(plan, index) for index, plan in enumerate(self._plans(model, settings))]
+        self._replicate_frozen()
+        trainable = [unit for unit in self.units if unit.trainable]
+        self._gradients = [self._make_gradients(unit) for unit in trainable]
+        self._queue = ReductionQueue(self._gradients, comm.control, overlap=settings.overlap)
+        self._residency = self._make_residency(model, settings) if self.stage == 3 else None
+        self._slices, self._ranges = self._cut()
+        self._publishing: list[Handle] = []
+        self._published: set[int] = set()
+        self._updated: set[str] = set()
+        self._hooks: list[RemovableHandle] = []
+        self._foreign_arrivals: dict[int, int] = {}
+        for index, gradients in enumerate(self._gradients):
+            for position, param in enumerate(gradients.unit.params):
+                self._hooks.append(param.register_post_accumulate_grad_hook(self._arrival(index, position)))
+
+    # ---------------------------------------------------------------------------------------------- construction
+    def _plans(self, model: nn.Module, settings: ZeroConfig) -> list[UnitPlan]:
+        if self.stage < 3:
+            trainable = [entry for entry in self.entries if entry.trainable]
+            total = sum(entry.param.numel() for entry in trainable)
+            return grouping.buckets(trainable, settings.bucket_numel or grouping.automatic_bucket_numel(total))
+        return grouping.by_module(
+            model,
+            self.entries,
+            bucket_numel=settings.bucket_numel,
+            unit_classes=settings.unit_classes,
+            persist_below_numel=settings.persist_below_numel,
+            persist_total_numel=settings.persist_total_numel,
+        )
+
+    def _make_unit(self, plan: UnitPlan, index: int) -> Unit:
+        entries = sorted(plan.entries, key=lambda entry: entry.group)
+        layout = FlatLayout.of([(e.name, tuple(e.param.shape), e.group) for e in entries], self.world_size)
+        first = entries[0]
+        unit = Unit(
+            index,
+            plan.name,
+            [entry.param for entry in entries],
+            layout,
+            comm=self._comm.gather,
+            dtype=first.dtype,
+            master_dtype=torch.float64 if first.dtype == torch.float64 else torch.float32,
+            trainable=first.trainable,
+            whole_state=self.stage == 0,
+            whole_values=plan.whole,
+        )
+        self._module_of_unit = {**getattr(self, "_module_of_unit", {}), unit: plan.module}
+        unit.adopt(initial_values(unit, self._comm.gather, self._device))
+        return unit
+
+    def _make_gradients(self, unit: Unit) -> UnitGradients:
+        return UnitGradients(
+            unit,
+            reducer=self._comm.reduce,
+            gatherer=self._comm.gather,
+            keep_full=self.stage < 2,
+            wire=self._precisions.wire or unit.dtype,
+            accumulate=self._precisions.accumulate or unit.dtype,
+        )
+
+    def _make_residency(self, model: nn.Module, settings: ZeroConfig) -> GatherOnUse:
+        modules = dict(model.named_modules())
+        owners: dict[str, tuple[nn.Module, list[Unit]]] = {"": (model, [])}
+        for unit in self.units:
+            if not unit.whole_values:
+                name = self._module_of_unit[unit]
+                owners.setdefault(name, (modules[name], []))[1].append(unit)
+        patterns = settings.keep_gathered
+        return GatherOnUse(
+            owners,
+            self._comm.gather,
+            prefetch_numel=settings.prefetch_numel if settings.overlap else 0,
+            max_live_numel=settings.max_live_numel,
+            keep=lambda name: (
+                not settings.reshard_after_forward or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+            ),
+        )
+
+    def _replicate_frozen(self) -> None:
+        """Parameters outside every unit: cast, moved, and the same on all ranks."""
+        inside = {id(param) for unit in self.units for param in unit.params}
+        self._outside = [entry for entry in self.entries if id(entry.param) not in inside]
+        for entry in self._outside:
+            initial = entry.param.data.to(self._device, entry.dtype).contiguous()
+            self._comm.control.broadcast(initial, 0, Tag("initial values", (entry.name,))).wait()
+            entry.param.data = initial
+
+    def _cut(self) -> tuple[list[Slice], dict[str, tuple[UnitGradients, int, int]]]:
+        """The slices this rank updates, and where each lies in its unit's owned range."""
+        slices, ranges = [], {}
+        for gradients in self._gradients:
+            unit = gradients.unit
+            low, high = unit.own
+            for group, start, stop in unit.layout.group_ranges(low, high):
+                pieces = list(unit.layout.pieces(start, stop))
+                if not pieces:
+                    continue
+                here = slice(start - low, stop - low)
+                same = unit.master.data_ptr() == unit.shard.data_ptr() and unit.master.numel() > 0
+                part = Slice(
+                    key=f"{unit.name}/{group}",
+                    group=group,
+                    master=unit.master[here],
+                    grad=unit.master[:0],
+                    low=None if same else unit.shard[here],
+                    shards=[Shard(p.field.name, p.start, p.numel, p.offset, torch.Size(p.field.shape)) for p in pieces],
+                )
+                slices.append(part)
+                ranges[part.key] = (gradients, here.start, here.stop)
+        return slices, ranges
+
+    # ------------------------------------------------------------------------------------------------- one step
+    @property
+    def world_size(self) -> int:
+        return self._comm.control.world_size
+
+    @property
+    def rank(self) -> int:
+        return self._comm.control.rank
+
+    def begin_step(self, sync: SyncMode, step: int) -> None:
+        if sync is not SyncMode.MEAN:
+            raise ProtocolError("update rules that communicate themselves (SyncMode.LOCAL) are not in this version")
+        self._step, self._micro = step, -1
+        if self._residency is not None:
+            self._residency.begin_step(step, 0)
+
+    def micro_step(self, last: bool) -> None:
+        self._micro += 1
+        self._deferred = not last and self.stage < 2
+        self._begin_backward(reduce=not self._deferred)
+
+    def micro_step_without_sync(self) -> None:
+        """A backward whose gradients stay on this rank (`no_sync`), at any stage."""
+        self._micro += 1
+        self._deferred = True
+        self._begin_backward(reduce=False)
+
+    def _begin_backward(self, *, reduce: bool) -> None:
+        self._window_open = True
+        _RUNNING.append(self)
+        self._queue.begin_backward(reduce=reduce, step=self._step, micro_step=self._micro)
+        if self._residency is not None:
+            self._residency.begin_step(self._step, self._micro)
+
+    def _arrival(self, index: int, position: int) -> Callable[[nn.Parameter], None]:
+        def hook(param: nn.Parameter) -> None:
+            grad, param.grad = param.grad, None
+            if grad is not None:
+                self._arrive(index, position, grad)
+
+        return hook
+
+    def _arrive(self, index: int, position: int, grad: Tensor) -> None:
+        gradients = self._gradients[index]
+        if not _RUNNING:
+            raise ProtocolError(
+                f"a gradient for '{gradients.unit.layout.fields[position].name}' arrived outside engine.backward(). "
+                "Call engine.backward(loss) instead of loss.backward(): it scales the loss and averages over ranks."
+            )
+        if _RUNNING[-1] is not self:  # another engine's loss ran through this model; its backward is not ours to keep
+            self._foreign_arrival(index)
+            return
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        if gradients.arrive(position, grad, self._deferred):
+            del grad
+            if self._residency is not None:
+                self._residency.gradient_complete(gradients.unit)
+            self._queue.complete(index)
+
+    def _foreign_arrival(self, index: int) -> None:
+        unit = self._gradients[index].unit
+        self._foreign_arrivals[index] = self._foreign_arrivals.get(index, 0) + 1
+        if self._residency is not None and self._foreign_arrivals[index] >= len(unit.params):
+            del self._foreign_arrivals[index]
+            self._residency.gradient_complete(unit)
+
+    def finish_backward(self) -> None:
+        if self in _RUNNING:
+            _RUNNING.remove(self)
+        self._queue.finish_backward()
+        if self._residency is not None:
+            self._residency.finish_backward()
+
+    def abandon_backward(self) -> None:
+        """An exception left this backward half done: forget it, and be usable again."""
+        if self in _RUNNING:
+            _RUNNING.remove(self)
+        if self._residency is not None:
+            self._residency.finish_backward()
+
+    def settle(self, extra: Sequence[float] = ()) -> Settled:
+        """Agree on the gradient of this window. Collective; may be called again with the same result."""
+        missing = [not all(gradients.used) for gradients in self._gradients]
+        numbers = [self._squared_norm(), float(sum(missing)), self._count_dirty(), *extra]
+        agreed = self._sum(numbers, "gradient norm")
+        if agreed[2] > 0:
+            dirty = self._any_rank([gradients.dirty for gradients in self._gradients], "late gradients")
+            self._queue.flush_late([index for index, late in enumerate(dirty) if late])
+            agreed[0] = self._sum([self._squared_norm()], "gradient norm")[0]
+        idle: frozenset[str] = frozenset()
+        if agreed[1] > 0:
+            names = [field.name for g in self._gradients for field in g.unit.layout.fields]
+            used = self._any_rank([u for g in self._gradients for u in g.used], "unused parameters")
+            idle = frozenset(name for name, here in zip(names, used, strict=True) if not here)
+        self._spread()
+        for part in self._slices:
+            gradients, start, stop = self._ranges[part.key]
+            assert gradients.result is not None
+            part.grad = gradients.result[start:stop]
+        return Settled(agreed[0], idle, tuple(agreed[3:]))
+
+    def _squared_norm(self) -> float:
+        """Of the part that this rank has reduced: every element counts on exactly one rank."""
+        total = 0.0
+        for gradients in self._gradients:
+            if gradients.result is not None:
+                low, high = gradients.unit.layout.owned(self.rank)
+                whole = gradients.unit.own == (0, gradients.unit.layout.padded)
+                total += sum_of_squares(gradients.result[low:high] if whole else gradients.result)
+        return total
+
+    def _count_dirty(self) -> float:
+        return float(sum(gradients.dirty or gradients.result is None for gradients in self._gradients))
+
+    def _sum(self, numbers: Sequence[float], what: str) -> list[float]:
+        vector = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        self._comm.control.all_reduce(vector, Tag(what, step=self._step)).wait()
+        return [float(value) for value in vector]
+
+    def _any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
+        vector = torch.tensor(flags, dtype=torch.int32, device=self._device)
+        self._comm.control.all_reduce(vector, Tag(what, step=self._step), ReduceOp.MAX).wait()
+        return [bool(value) for value in vector]
+
+    def _spread(self) -> None:
+        handles = [g.spread(g.unit.tag(self._step, self._micro)) for g in self._gradients]
+        for handle in handles:
+            if handle is not None:
+                handle.wait()
+
+    def slices(self) -> Sequence[Slice]:
+        return self._slices
+
+    def combine(self, local: Tensor, op: ReduceOp) -> Tensor:
+        if self.stage > 0:  # at stage 0 every rank has computed over all slices already
+            self._comm.control.all_reduce(local, Tag("combine", step=self._step), op).wait()
+        return local
+
+    def publish(self, slice_: Slice | None = None) -> None:
+        """Gathers are launched in the order of units on every rank, as soon as the slices before them are updated."""
+        if slice_ is not None:
+            self._updated.add(slice_.key)
+            self._launch_publish()
+            return
+        self._updated.update(part.key for part in self._slices)
+        self._launch_publish()
+        for handle in self._publishing:
+            handle.wait()
+        self._publishing.clear()
+        self._published.clear()
+        self._updated.clear()
+        if self._residency is not None:
+            self._residency.free_all()
+
+    def _launch_publish(self) -> None:
+        for gradients in self._gradients:
+            unit = gradients.unit
+            if unit.index in self._published:
+                continue
+            if any(owner is gradients and key not in self._updated for key, (owner, _, _) in self._ranges.items()):
+                return
+            self._published.add(unit.index)
+            handle = unit.launch_publish(unit.tag(self._step))
+            if handle is not None:
+                self._publishing.append(handle)
+
+    def drop_gradients(self) -> None:
+        for gradients in self._gradients:
+            gradients.drop()
+        self._window_open = False
+
+    # -------------------------------------------------------------------------------------------- whole tensors
+    @property
+    def names(self) -> list[str]:
+        return [entry.name for entry in self.entries]
+
+    @property
+    def trainable_names(self) -> list[str]:
+        return [field.name for gradients in self._gradients for field in gradients.unit.layout.fields]
+
+    def full(self, kind: str, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Collective. Views of one unit's gathered values at a time: clone what should outlive the next item."""
+        if kind == "grad":
+            if not self._window_open:
+                raise ProtocolError("no gradient is here: ask between the last engine.backward() and engine.step()")
+            self.settle()
+            by_unit = {g.unit.index: g.result for g in self._gradients}
+            yield from self.full_of(lambda unit: by_unit.get(unit.index), names)
+            return
+        if kind not in ("param", "master"):
+            raise ProtocolError(f"unknown kind '{kind}'; there are 'param', 'master' and 'grad'")
+        master = kind == "master"
+        yield from self.full_of(lambda unit: unit.master if master and unit.trainable else unit.shard, names)
+        wanted = set(names)
+        for entry in self._outside:
+            if entry.name in wanted:
+                yield entry.name, entry.param.detach()
+
+    def full_of(
+        self, own_of: Callable[[Unit], Tensor | None], names: Sequence[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Collective. own_of(unit): this rank's [own] part of something laid out as the unit, None to leave it out."""
+        wanted = set(names)
+        for unit in self.units:
+            fields = [field for field in unit.layout.fields if field.name in wanted]
+            own = own_of(unit) if fields else None
+            if own is None:
+                continue
+            whole = own
+            if own.numel() != unit.layout.padded or self.world_size > 1 and unit.own != (0, unit.layout.padded):
+                whole = own.new_empty(unit.layout.padded)
+                self._comm.gather.all_gather(whole, own, unit.tag(self._step)).wait()
+            for field in fields:
+                yield field.name, whole[field.start : field.stop].view(field.shape)
+
+    def slices_of(self, unit: Unit) -> list[tuple[Slice, int, int]]:
+        """(slice, start, stop) in the unit's owned range."""
+        return [(p, a, b) for p in self._slices for g, a, b in [self._ranges[p.key]] if g.unit is unit]
+
+    def gathered(
+        self, names: Sequence[str], modify: int | None
+    ) -> AbstractContextManager[Mapping[str, Tensor]]:
+        return hold(self.units, self._residency, self._comm.control, names, modify)
+
+    def begin_uneven(self) -> None:
+        if self._residency is not None:
+            self._residency.begin_uneven()
+
+    def end_uneven(self) -> None:
+        if self._residency is not None:
+            self._residency.end_uneven()
+
+    # --------------------------------------------------------------------------------------------------- the end
+    def bytes(self) -> dict[str, int]:
+        """Bytes on this rank by category; `in_flight` is what exists only around its use."""
+        size = Tensor.element_size
+        values = sum((u.flat if u.whole_values else u.shard).numel() * size(u.flat) for u in self.units)
+        outside = sum(e.param.numel() * size(e.param) for e in self._outside)
+        master = sum(u.master.numel() * size(u.master) for u in self.units if u.master.data_ptr() != u.shard.data_ptr())
+        live = sum(u.flat.untyped_storage().nbytes() for u in self.units if not u.whole_values)
+        gradients = sum(g.bytes() for g in self._gradients)
+        return {"parameters": values + outside, "gradients": gradients, "master": master, "in_flight": live}
+
+    def close(self) -> None:
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
+        if self._residency is not None:
+            self._residency.close()
+        for unit in self.units:
+            unit.release()
+
+
+def _entries(
+    model: nn.Module, group_of: Callable[[nn.Parameter], int], precisions: Precisions
+) -> Iterator[Entry]:
+    homes: dict[int, list[str]] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for param in module.parameters(recurse=False):
+            homes.setdefault(id(param), []).append(module_name)
+    for name, param in model.named_parameters():
+        dtype = param.dtype
+        if dtype.is_floating_point and dtype != torch.float64:
+            dtype = precisions.low or torch.float32
+        group = group_of(param) if param.requires_grad and dtype.is_floating_point else FROZEN
+        yield Entry(name, param, group, dtype, tuple(homes[id(param)]))
+
+
+__all__ = ["Communicators", "Precisions", "Settled", "ZeroSharding", "in_backward"]
