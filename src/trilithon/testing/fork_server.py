@@ -37,7 +37,14 @@ _GRACE_S = 0.5  # how long the other ranks may still report an error of their ow
 _DUMP_S = 0.3  # how long a rank has to write its stacks before it is ended
 _DEATH_NOTICE_S = 0.25  # a death without a report is seen later than the errors it causes in peers; dated back by this
 _OUTPUT_LIMIT = 256 * 1024  # bytes of a rank's output that are kept, from its end
-_WARM = ("pytest", "numba", "pydantic", "torch.distributed.device_mesh", "torch.utils.checkpoint", "trilithon.engine")
+_WARM = (
+    "pytest",
+    "numba",
+    "pydantic",
+    "torch.distributed.device_mesh",
+    "torch.utils.checkpoint",
+    "trilithon.engine.build",
+)
 
 
 class Ending(Enum):

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Pipe
 from typing import Any
@@ -31,7 +32,7 @@ from typing import Any
 from trilithon.errors import LaunchError
 from trilithon.testing.fork_server import Ending, Record
 from trilithon.testing.rank_process import Job
-from trilithon.testing.rank_results import RankResult, failure, rank_result
+from trilithon.testing.rank_results import RankResult, RanksError, failure, rank_result
 
 _START_LIMIT_S = 180.0  # for the server to import torch on a machine that is busy
 _ANSWER_LIMIT_S = 30.0  # beyond a job's own time, for dumping stacks and collecting ranks
@@ -104,10 +105,10 @@ def ranks(
 
         @functools.wraps(fn)
         def on_ranks(world_size: int, **kwargs: Any) -> None:
-            __tracebackhide__ = True
+            __tracebackhide__ = _is_ranks_error
             if wants_size:
                 kwargs["world_size"] = world_size
-            run_ranks(fn, world_size, timeout_s=timeout_s, env=env, init=init, **kwargs)
+            _values(_job(fn, world_size, (), kwargs, timeout_s=timeout_s, env=env, init=init, end_on_failure=True))
 
         parameters = list(signature.parameters.values())
         if not wants_size:
@@ -166,6 +167,19 @@ def _job(
     )
 
 
+def _is_ranks_error(info: Any) -> bool:
+    """For pytest: the frames between a test and its ranks say nothing that the message does not."""
+    return isinstance(info.value, RanksError)
+
+
+def _values(job: Job) -> list[Any]:
+    __tracebackhide__ = _is_ranks_error
+    results = _results(job)
+    if all(result.ending is Ending.RETURNED for result in results):
+        return [result.value for result in results]
+    raise failure(results, job.timeout_s)
+
+
 class _Server:
     """The caller's end of a fork server. Not shared with forks of the caller: they would read each other's answers."""
 
@@ -185,10 +199,16 @@ class _Server:
         )
         theirs.close()
         try:
-            self._answer(_START_LIMIT_S)
+            _, num_threads = self._answer(_START_LIMIT_S)
         except BaseException:
             self.close()
             raise
+        if num_threads > 1:
+            warnings.warn(
+                f"the fork server for ranks has {num_threads} threads after its imports; only one of them survives in a "
+                "rank, which may hang. Look for a package that starts threads when it is imported.",
+                stacklevel=2,
+            )
 
     def ask(self, job: Job) -> list[Record]:
         self._connection.send(job)
