@@ -1,0 +1,26 @@
+"""What holds for every test: one thread, the same seeds, and no process group left over from the test before."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported below
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+
+@pytest.fixture(autouse=True)
+def same_start_for_every_test() -> Iterator[None]:
+    torch.set_num_threads(1)
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left a process group behind; destroy it, or run the body on ranks")
