@@ -1,0 +1,158 @@
+"""Who belongs together: named axes over ranks, and the process groups made from them.
+
+`Axes` is pure arithmetic and knows nothing of torch: rank <-> coordinates in row-major order, the last axis varying
+fastest, so that neighbouring ranks (usually of one host) share the last axis. `make_mesh` and `own_process_group` are
+thin and need a process group.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trilithon.errors import ConfigError
+
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Named axes and their sizes, e.g. `Axes(("data", "tensor"), (4, 2))` for eight ranks."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names) or not self.names:
+            raise ConfigError(f"mesh axes need one size for each distinct name; got {self.names} with {self.sizes}.")
+        if any(size < 1 for size in self.sizes):
+            raise ConfigError(f"mesh axis sizes must be at least 1; got {dict(zip(self.names, self.sizes))}.")
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the axes span."""
+        return math.prod(self.sizes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` is on each axis. Raises ConfigError for a rank outside the mesh."""
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"rank {rank} is outside a mesh of {self.world_size} ranks {self._drawn()}.")
+        found: dict[str, int] = {}
+        for name, size in zip(reversed(self.names), reversed(self.sizes)):
+            rank, found[name] = divmod(rank, size)
+        return {name: found[name] for name in self.names}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at these coordinates; the inverse of `coordinates`. Every axis must be given."""
+        if set(coordinates) != set(self.names):
+            raise ConfigError(f"coordinates {dict(coordinates)} do not name exactly the axes {self.names}.")
+        rank = 0
+        for name, size in zip(self.names, self.sizes):
+            if not 0 <= coordinates[name] < size:
+                raise ConfigError(f"coordinate {name}={coordinates[name]} is outside axis {name} of size {size}.")
+            rank = rank * size + coordinates[name]
+        return rank
+
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """The groups of ranks that differ on `axis` only, each in order of that coordinate, by first rank."""
+        size = self._size(axis)
+        firsts = [rank for rank in range(self.world_size) if self.coordinates(rank)[axis] == 0]
+        return [tuple(self.rank({**self.coordinates(first), axis: i}) for i in range(size)) for first in firsts]
+
+    def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The group of `groups(axis)` that contains `rank`."""
+        here = self.coordinates(rank)
+        return tuple(self.rank({**here, axis: i}) for i in range(self._size(axis)))
+
+    def _size(self, axis: str) -> int:
+        if axis not in self.names:
+            raise ConfigError(f"the mesh has no axis {axis!r}; its axes are {self._drawn()}.")
+        return self.sizes[self.names.index(axis)]
+
+    def _drawn(self) -> str:
+        return " x ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes))
+
+
+def init_distributed(backend: str | None = None, timeout_s: float = 1800.0) -> bool:
+    """Join the process group that the environment describes, as torchrun sets it.
+
+    Returns True when a process group is initialised (now or already, by anyone) and False for a plain single process,
+    that is when neither RANK nor WORLD_SIZE is set. `backend` None means gloo, and NCCL beside it for CUDA tensors
+    where CUDA is usable. Raises ConfigError when the environment is half set or its values contradict each other.
+    """
+    if dist.is_initialized():
+        return True
+    if not os.environ.get("RANK") and not os.environ.get("WORLD_SIZE"):
+        return False
+    missing = [name for name in _ENVIRONMENT if not os.environ.get(name)]
+    if missing:
+        present = ", ".join(f"{name}={os.environ[name]}" for name in _ENVIRONMENT if os.environ.get(name))
+        raise ConfigError(
+            f"the environment is half set for several processes: {present}, but {', '.join(missing)} missing. "
+            "Start with `torchrun --nproc-per-node N script.py` or `trilithon launch`, or unset RANK and WORLD_SIZE "
+            "to run as one process."
+        )
+    rank, world_size, _ = (_integer(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ConfigError(f"RANK={rank} does not fit WORLD_SIZE={world_size}; ranks run from 0 to WORLD_SIZE - 1.")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or rank) % torch.cuda.device_count())
+        backend = backend or "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend or "gloo", timeout=timedelta(seconds=timeout_s))
+    return True
+
+
+def make_mesh(axes: dict[str, int] | None = None, device: str = "cpu") -> DeviceMesh | None:
+    """A DeviceMesh over all ranks; `axes` None is one axis "data". None for a single process without process group.
+
+    Collective: every rank calls it with the same axes. Raises ConfigError when the axes do not span exactly the world.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    wanted = axes if axes is not None else {"data": world_size}
+    named = Axes(tuple(wanted), tuple(wanted.values()))
+    if named.world_size != world_size:
+        drawn = " x ".join(f"{name}={size}" for name, size in wanted.items())
+        raise ConfigError(
+            f"the mesh {drawn} has {named.world_size} ranks, but {world_size} are running. "
+            f"Start {named.world_size} processes, or change one axis so that the product is {world_size}."
+        )
+    if not dist.is_initialized():
+        return None
+    return init_device_mesh(device, named.sizes, mesh_dim_names=named.names)
+
+
+def own_process_group(
+    mesh: DeviceMesh | None, axis: str = "data", timeout_s: float | None = None
+) -> dist.ProcessGroup | None:
+    """A new process group over this rank's peers on one axis; None without a mesh.
+
+    Collectives that may be in flight at the same time each need their own (see `comm.collectives.Group`), whereas
+    `mesh.get_group(axis)` always returns the same one. Collective: every rank of the mesh calls it.
+    """
+    if mesh is None:
+        return None
+    names = tuple(mesh.mesh_dim_names or ())
+    named = Axes(names, tuple(mesh.shape))
+    flat = mesh.mesh.flatten().tolist()
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    mine: dist.ProcessGroup | None = None
+    for members in named.groups(axis):
+        ranks = [flat[member] for member in members]
+        made = dist.new_group(ranks, timeout=timeout)
+        if dist.get_rank() in ranks:
+            mine = made
+    return mine
+
+
+def _integer(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise ConfigError(f"{name}={os.environ[name]!r} is not a whole number.") from None
