@@ -1,0 +1,101 @@
+"""From what the user passed as `optimizer` to the update rule that runs.
+
+A torch optimizer whose formula we have (exactly Adam, AdamW, SGD or Adagrad, without exotic flags) is only read: its
+groups stay live, its own step is never called. Any other optimizer runs itself, over the flat masters, if a probe finds
+that it treats every element on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trilithon.contracts import Update
+from trilithon.errors import ConfigError
+from trilithon.optim.adagrad import AdagradRule
+from trilithon.optim.adam import AdamRule
+from trilithon.optim.elementwise import Elementwise, Rule, Settings
+from trilithon.optim.foreign import Foreign
+from trilithon.optim.groups import AnyOptimizer, Group, OptimizerSettings
+from trilithon.optim.lamb import Lamb
+from trilithon.optim.lion import LionRule
+from trilithon.optim.probe import why_not_elementwise
+from trilithon.optim.sgd import SgdRule
+
+_RULES_BY_KIND: dict[str, Rule] = {
+    "adam": AdamRule(decoupled=False),
+    "adamw": AdamRule(decoupled=True),
+    "sgd": SgdRule(),
+    "lion": LionRule(),
+    "adagrad": AdagradRule(),
+}
+_RULES_BY_TYPE: dict[type, Rule] = {
+    torch.optim.Adam: AdamRule(decoupled=False),
+    torch.optim.AdamW: AdamRule(decoupled=True),
+    torch.optim.SGD: SgdRule(),
+    torch.optim.Adagrad: AdagradRule(),
+}
+# Flags that change the formula in ways ours does not follow. fused, foreach and capturable choose an implementation
+# and are ours to choose; maximize is followed.
+_EXOTIC = ("amsgrad", "differentiable")
+
+
+def make_update(
+    optimizer: AnyOptimizer,
+    groups: Sequence[Settings],
+    names: Sequence[str],
+    *,
+    whole: bool = False,
+    device: torch.device | str = "cpu",
+) -> Update:
+    """The update rule for `optimizer` over `groups` (of `groups_of`, read live at every step).
+
+    names: every parameter that any rank updates, in the same order on all ranks. whole: each rank holds every parameter
+    whole (no sharding), so a rule that is not elementwise can run too. device: where ranks add up small vectors.
+    Raises ConfigError if the optimizer cannot run over slices, or has already made steps of its own.
+    """
+    if isinstance(optimizer, OptimizerSettings):
+        if optimizer.kind == "lamb":
+            return Lamb(groups, names, device)
+        return Elementwise(_RULES_BY_KIND[optimizer.kind], groups)
+    owner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _owner(groups)
+    _refuse_used(owner)
+    rule = _RULES_BY_TYPE.get(type(owner))
+    if rule is not None and not any(group.get(flag) for group in groups for flag in _EXOTIC):
+        owner.state.clear()  # Adagrad allocates its sums when it is made
+        return Elementwise(rule, groups)
+    reason = None if whole else why_not_elementwise(owner)
+    if reason is not None:
+        raise ConfigError(
+            f"{type(owner).__name__} cannot update slices of parameters: {reason}. Use zero.stage=0, where every rank "
+            'holds whole parameters, or an elementwise optimizer, or optimizer.kind="lamb" for per-parameter scaling.'
+        )
+    return Foreign(owner, groups, whole=whole)
+
+
+def _owner(groups: Sequence[Settings]) -> torch.optim.Optimizer:
+    for group in groups:
+        if isinstance(group, Group) and group.optimizer is not None:
+            return group.optimizer
+    raise ConfigError(
+        "An optimizer class was given, but the groups were not made from it; pass what groups_of(model, "
+        "optimizer) returns."
+    )
+
+
+def _refuse_used(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        steps = state.get("step", None) if isinstance(state, dict) else None
+        if state and (steps is None or float(steps) > 0):
+            made = "steps" if steps is None else f"{int(float(steps))} steps"
+            raise ConfigError(
+                f"The {type(optimizer).__name__} passed to initialize has already made {made}, and its state covers "
+                "whole parameters. Pass a fresh optimizer; to continue a run, load a checkpoint through the engine."
+            )
+
+
+def describe(update: Any) -> str:
+    """One line on which rule runs, for logs."""
+    return update.name if isinstance(update, Foreign) else str(update.state_dict()["rule"])

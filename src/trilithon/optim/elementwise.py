@@ -1,0 +1,91 @@
+"""The update rules in which every element goes its own way: one formula, run once per slice.
+
+A rule says which state one element needs and how a slice moves; `Elementwise` keeps the state, counts the updates and
+implements `contracts.Update`. Settings are read from the parameter groups at every step, so whoever holds those
+dictionaries (a scheduler, the user) may change them at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trilithon.contracts import ReduceOp, Slice, SyncMode
+from trilithon.errors import CheckpointError
+
+Settings = MutableMapping[str, Any]
+
+
+class Rule(Protocol):
+    """One elementwise update rule."""
+
+    @property
+    def name(self) -> str:
+        """What a checkpoint calls it."""
+        ...
+
+    def fields(self, settings: Settings) -> Mapping[str, float]:
+        """The names of the state tensors under these settings, each with the value it starts from."""
+        ...
+
+    def step(
+        self, slice_: Slice, state: Mapping[str, Tensor], settings: Settings, update: int, grad_scale: float
+    ) -> None:
+        """Move one slice; `update` counts the updates made with this state, this one included."""
+        ...
+
+
+class Elementwise:
+    """`contracts.Update` of one elementwise rule. State is fp32 (the masters' dtype) and made when first asked for."""
+
+    def __init__(self, rule: Rule, groups: Sequence[Settings]) -> None:
+        self.groups = groups
+        self._rule = rule
+        self._updates = 0
+        self._states: dict[str, dict[str, Tensor]] = {}
+
+    def sync_mode(self, step: int) -> SyncMode:
+        return SyncMode.MEAN
+
+    def apply(
+        self,
+        step: int,
+        slices: Sequence[Slice],
+        grad_scale: float,
+        done: Callable[[Slice], None],
+        combine: Callable[[Tensor, ReduceOp], Tensor],
+    ) -> None:
+        self._updates += 1
+        for slice_ in slices:
+            settings = self.groups[slice_.group]
+            self._rule.step(slice_, self.state(slice_), settings, self._updates, grad_scale)
+            done(slice_)
+
+    def state(self, slice_: Slice) -> dict[str, Tensor]:
+        state = self._states.setdefault(slice_.key, {})
+        for name, start in self._rule.fields(self.groups[slice_.group]).items():
+            if name not in state:
+                state[name] = torch.full_like(slice_.master, start, requires_grad=False)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rule": self._rule.name, "updates": self._updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._updates = read_updates(state, self._rule.name)
+
+    def close(self) -> None:
+        self._states.clear()
+
+
+def read_updates(state: Mapping[str, Any], name: str) -> int:
+    """The update count of a rule's `state_dict`. Raises CheckpointError if another rule wrote it."""
+    if state.get("rule") != name or not isinstance(state.get("updates"), int):
+        raise CheckpointError(
+            f"The optimizer state was written by rule {state.get('rule')!r} (updates={state.get('updates')!r}), but "
+            f"the configured rule is {name!r}. Configure the same optimizer, or load without optimizer state."
+        )
+    return int(state["updates"])
