@@ -153,9 +153,7 @@ class Sharding(Protocol):
         """Collective: whole tensors of kind "param", "master" or "grad", one at a time, on every rank."""
         ...
 
-    def gathered(
-        self, names: Sequence[str], modify: int | None
-    ) -> AbstractContextManager[Mapping[str, Tensor]]: ...
+    def gathered(self, names: Sequence[str], modify: int | None) -> AbstractContextManager[Mapping[str, Tensor]]: ...
 
     def close(self) -> None:
         """Give the parameters back whole to the user's model and remove every hook."""

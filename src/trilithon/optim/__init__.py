@@ -9,11 +9,14 @@ from __future__ import annotations
 from trilithon.optim.build import make_update
 from trilithon.optim.clip import agreed_norm, clip_factor, first_non_finite, squared_norm
 from trilithon.optim.groups import Group, groups_of
+from trilithon.optim.learning_rate import Factor, LearningRate
 from trilithon.optim.loss_scale import DynamicScale, NoScale, StaticScale
 
 __all__ = [
     "DynamicScale",
+    "Factor",
     "Group",
+    "LearningRate",
     "NoScale",
     "StaticScale",
     "agreed_norm",
