@@ -113,9 +113,10 @@ class Slice:
     key: str  # stable and unique, for state stores
     group: int  # index of the parameter group whose settings apply
     master: Tensor  # [n] f32: the values the update rule changes
-    grad: Tensor  # [n] gradient, f32 or the accumulation dtype
+    grad: Tensor  # [n] gradient, f32 or the accumulation dtype; set anew before each update
     low: Tensor | None  # [n] low-precision copy that forward reads, rewritten in the same pass; None when master is it
-    shards: list[Shard] = field(default_factory=list)  # in order of offset, without gaps
+    shards: list[Shard] = field(default_factory=list)  # in order of offset; what lies between them is zero
+    idle: frozenset[str] = frozenset()  # parameters without gradient on any rank this time: leave them as they are
 
 
 class Sharding(Protocol):

@@ -1,1 +1,15 @@
-"""trilithon.zero"""
+"""ZeRO: each rank holds 1/N of the optimizer state (stage 1), of the gradients (2) and of the parameters (3).
+
+    with trilithon.zero.init():                 # optional: build a model larger than one rank's memory
+        model = GPT(config)
+    with trilithon.zero.gathered(model.head.weight, modify=0):
+        ...                                     # whole values, on every rank
+"""
+
+from __future__ import annotations
+
+from trilithon.zero.gather import gathered
+from trilithon.zero.init import init
+from trilithon.zero.sharding import Communicators, Precisions, ZeroSharding
+
+__all__ = ["Communicators", "Precisions", "ZeroSharding", "gathered", "init"]

@@ -8,10 +8,13 @@ boundary, is `keep_full`; Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from trilithon.contracts import Collectives, Handle, Tag
+from trilithon.kernels import sum_of_squares
 from trilithon.zero.unit import Unit
 
 
@@ -40,6 +43,7 @@ class UnitGradients:
         self._pending: list[Handle] = []
         self._spare: Tensor | None = None  # a buffer of the window before, to be used again
         self._owner_of_result: Tensor | None = None
+        self.non_finite: list[str] = []  # parameters whose gradient was not finite here, in this window
 
     # ----------------------------------------------------------------------------------------------- collecting
     def begin_backward(self) -> None:
@@ -91,6 +95,9 @@ class UnitGradients:
         for field, filled in zip(self.unit.layout.fields, self._filled, strict=True):
             if not filled:
                 full[field.start : field.stop].zero_()
+        if not math.isfinite(sum_of_squares(full)):
+            fields = self.unit.layout.fields
+            self.non_finite += [f.name for f in fields if not math.isfinite(sum_of_squares(full[f.start : f.stop]))]
         self._full = None
         wire = full if full.dtype == self._wire else full.to(self._wire)
         low, high = self.unit.layout.owned(self._reducer.rank)
@@ -140,6 +147,7 @@ class UnitGradients:
         self._spare = self._owner_of_result if self._owner_of_result is not None else self._full
         self.result = self._owner_of_result = self._full = None
         self.used = [False] * len(self.used)
+        self.non_finite = []
 
     def bytes(self) -> int:
         buffers = {id(b): b for b in (self._full, self._owner_of_result, self._spare) if b is not None}

@@ -26,9 +26,12 @@ IN_FLIGHT = 2  # reductions under way at the same time before backward pauses, w
 class ReductionQueue:
     """Launches the reductions of all trainable units in one agreed order."""
 
-    def __init__(self, gradients: Sequence[UnitGradients], control: Collectives, *, overlap: bool) -> None:
+    def __init__(
+        self, gradients: Sequence[UnitGradients], control: Collectives, *, overlap: bool, may_block: bool
+    ) -> None:
         self._gradients = list(gradients)
         self._control = control
+        self._may_block = may_block
         self._allowed = IN_FLIGHT if overlap else 0
         self._order = list(range(len(self._gradients)))[::-1]
         self._learned = control.world_size == 1
@@ -85,7 +88,7 @@ class ReductionQueue:
         while len(self._flying) > self._allowed:
             oldest = self._flying[0]
             give_up = time.monotonic() + PATIENCE_S
-            while not oldest.done():
+            while not (self._may_block or oldest.done()):
                 if not self._patient or time.monotonic() > give_up:
                     self._patient = False
                     return

@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 from trilithon.contracts import Collectives, Tag
 from trilithon.errors import CollectiveError, ShardedParameterError
 from trilithon.zero.prefetch import Trace
-from trilithon.zero.sharded_parameter import forget_owner, set_owner
 from trilithon.zero.unit import Residency, Unit
 
 
@@ -66,9 +65,6 @@ class GatherOnUse:
         self._last_forward: Unit | None = None  # ... and last of all in the step before: backward needs it first
         self._uneven = False
         self._at = (-1, -1)
-        for unit in self._units:
-            for param in unit.params:
-                set_owner(param, self)
         self._handles: list[RemovableHandle] = []
         for name, (module, units) in owners.items():
             self._install(name, module, units)
@@ -185,25 +181,33 @@ class GatherOnUse:
                 return
             unit.launch_gather(unit.tag(*self._at))
 
-    def make_whole(self, param: nn.Parameter, use: str) -> None:
-        """A sharded parameter is being read (called by `ShardedParameter`)."""
-        unit = self._unit_of[id(param)]
+    def make_whole(self, params: Sequence[nn.Parameter], use: str) -> None:
+        """Sharded parameters are being read: they join the running forward or backward, or this raises."""
+        units = list(dict.fromkeys(self._unit_of[id(param)] for param in params))
         if self._frames:
-            self._join(self._frames[-1], unit)
+            for unit in units:
+                self._join(self._frames[-1], unit)
         elif in_backward():
-            self._backward.append(Frame("", [unit]))
-            self.ensure(unit)
+            self._backward.append(Frame("", units))
+            for unit in units:
+                self.ensure(unit)
         else:
+            name = next(f.name for f, p in zip(units[0].layout.fields, units[0].params, strict=True) if p is params[0])
             raise ShardedParameterError(
-                f"`{use}` reads the values of parameter '{self.name_of(param)}', of which this rank holds a slice "
-                "only (ZeRO stage 3). Use `with trilithon.zero.gathered(params):` on all ranks, or "
-                "`engine.full_parameters()` / `engine.state_dict()` for whole copies."
+                f"`{use}` reads the values of parameter '{name}', of which this rank holds a slice only (ZeRO stage "
+                "3). Use `with trilithon.zero.gathered(params):` on all ranks, or `engine.full_parameters()` / "
+                "`engine.state_dict()` for whole copies."
             )
 
-    def name_of(self, param: nn.Parameter) -> str:
-        unit = self._unit_of[id(param)]
-        position = next(i for i, candidate in enumerate(unit.params) if candidate is param)
-        return unit.layout.fields[position].name
+    def hold(self, unit: Unit) -> None:
+        """Keep the unit whole until `let_go`."""
+        unit.users += 1
+        self.ensure(unit)
+
+    def let_go(self, unit: Unit) -> None:
+        unit.users -= 1
+        if unit.users == 0:
+            unit.free()
 
     # -------------------------------------------------------------------------------------------------- uneven
     def begin_uneven(self) -> None:
@@ -243,8 +247,6 @@ class GatherOnUse:
         self._handles.clear()
         for unit in self._units:
             self.ensure(unit)
-            for param in unit.params:
-                forget_owner(param)
 
 
 def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:

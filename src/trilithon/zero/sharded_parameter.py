@@ -11,7 +11,8 @@ Identity and stage 3 are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.0205
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -24,8 +25,14 @@ from trilithon.errors import ShardedParameterError
 class Owner(Protocol):
     """Whoever holds the slices of a sharded parameter."""
 
-    def make_whole(self, param: nn.Parameter, use: str) -> None:
-        """Give `param` its values, or raise ShardedParameterError saying how to ask for them."""
+    def make_whole(self, params: Sequence[nn.Parameter], use: str) -> None:
+        """Give `params` their values, or raise ShardedParameterError saying how to ask for them."""
+        ...
+
+    def hold(
+        self, params: Sequence[nn.Parameter], modify: int | None
+    ) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Whole inside the context; with `modify`, that rank's values are everybody's afterwards."""
         ...
 
 
@@ -83,9 +90,11 @@ class ShardedParameter(nn.Parameter):
         if func is torch.Tensor.stride or func is torch.Tensor.is_contiguous:
             like = torch.empty(args[0].shape, device="meta")  # the placeholder's strides are not the parameter's
             return func(like, *args[1:], **kwargs)
-        for param in tuple(_sharded_in((args, kwargs))):
-            if isinstance(param, ShardedParameter):  # an earlier owner may have made this one whole as well
-                owner_of(param).make_whole(param, getattr(func, "__name__", str(func)))
+        waiting = list(_sharded_in((args, kwargs)))
+        while waiting:
+            owner = owner_of(waiting[0])
+            owner.make_whole([param for param in waiting if owner_of(param) is owner], getattr(func, "__name__", "?"))
+            waiting = [param for param in waiting if isinstance(param, ShardedParameter)]
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:

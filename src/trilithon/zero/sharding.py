@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +27,15 @@ from trilithon.contracts import Collectives, Handle, ReduceOp, Shard, Slice, Syn
 from trilithon.errors import ProtocolError
 from trilithon.kernels import sum_of_squares
 from trilithon.zero import grouping
-from trilithon.zero.gather import hold
+from trilithon.zero.gather import changed_since, fingerprints
 from trilithon.zero.gradients import UnitGradients
 from trilithon.zero.grouping import FROZEN, Entry, UnitPlan
 from trilithon.zero.layout import FlatLayout
-from trilithon.zero.materialize import initial_values
+from trilithon.zero.init import built_values
+from trilithon.zero.materialize import initial_values, refuse_unready
 from trilithon.zero.reduction import ReductionQueue
 from trilithon.zero.residency import GatherOnUse, in_backward
+from trilithon.zero.sharded_parameter import forget_owner, set_owner
 from trilithon.zero.unit import Unit
 
 _RUNNING: list[ZeroSharding] = []  # whose backward autograd is executing; innermost last
@@ -85,8 +88,10 @@ class ZeroSharding:
         self._replicate_frozen()
         trainable = [unit for unit in self.units if unit.trainable]
         self._gradients = [self._make_gradients(unit) for unit in trainable]
-        self._queue = ReductionQueue(self._gradients, comm.control, overlap=settings.overlap)
+        self._queue = ReductionQueue(self._gradients, comm.control, overlap=settings.overlap, may_block=self.stage < 3)
         self._residency = self._make_residency(model, settings) if self.stage == 3 else None
+        for entry in self.entries:
+            set_owner(entry.param, self)
         self._slices, self._ranges = self._cut()
         self._publishing: list[Handle] = []
         self._published: set[int] = set()
@@ -165,7 +170,9 @@ class ZeroSharding:
         inside = {id(param) for unit in self.units for param in unit.params}
         self._outside = [entry for entry in self.entries if id(entry.param) not in inside]
         for entry in self._outside:
-            initial = entry.param.data.to(self._device, entry.dtype).contiguous()
+            refuse_unready(entry.name, entry.param)
+            built = built_values(entry.param)
+            initial = (entry.param.data if built is None else built).to(self._device, entry.dtype).contiguous()
             self._comm.control.broadcast(initial, 0, Tag("initial values", (entry.name,))).wait()
             entry.param.data = initial
 
@@ -280,7 +287,7 @@ class ZeroSharding:
         numbers = [self._squared_norm(), float(sum(missing)), self._count_dirty(), *extra]
         agreed = self._sum(numbers, "gradient norm")
         if agreed[2] > 0:
-            dirty = self._any_rank([gradients.dirty for gradients in self._gradients], "late gradients")
+            dirty = self._any_rank([g.dirty or g.result is None for g in self._gradients], "late gradients")
             self._queue.flush_late([index for index, late in enumerate(dirty) if late])
             agreed[0] = self._sum([self._squared_norm()], "gradient norm")[0]
         idle: frozenset[str] = frozenset()
@@ -317,6 +324,14 @@ class ZeroSharding:
         vector = torch.tensor(flags, dtype=torch.int32, device=self._device)
         self._comm.control.all_reduce(vector, Tag(what, step=self._step), ReduceOp.MAX).wait()
         return [bool(value) for value in vector]
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """Collective: one small value from every rank, in rank order."""
+        return self._comm.control.all_gather_object(value, Tag(what, step=self._step))
+
+    def non_finite_here(self) -> list[str]:
+        """Parameters whose gradient was not finite on this rank before it was reduced."""
+        return [name for gradients in self._gradients for name in gradients.non_finite]
 
     def _spread(self) -> None:
         handles = [g.spread(g.unit.tag(self._step, self._micro)) for g in self._gradients]
@@ -413,10 +428,53 @@ class ZeroSharding:
         """(slice, start, stop) in the unit's owned range."""
         return [(p, a, b) for p in self._slices for g, a, b in [self._ranges[p.key]] if g.unit is unit]
 
+    def make_whole(self, params: Sequence[nn.Parameter], use: str) -> None:
+        assert self._residency is not None
+        self._residency.make_whole(params, use)
+
     def gathered(
         self, names: Sequence[str], modify: int | None
     ) -> AbstractContextManager[Mapping[str, Tensor]]:
-        return hold(self.units, self._residency, self._comm.control, names, modify)
+        wanted = set(names)
+        return self.hold([entry.param for entry in self.entries if entry.name in wanted], modify)
+
+    @contextmanager
+    def hold(self, params: Sequence[nn.Parameter], modify: int | None) -> Iterator[Mapping[str, Tensor]]:
+        """Collective at both ends. Raises ProtocolError on all ranks if values changed without `modify`."""
+        wanted = {id(param) for param in params}
+        places = [(u, i) for u in self.units for i, param in enumerate(u.params) if id(param) in wanted]
+        units = list(dict.fromkeys(unit for unit, _ in places))
+        values = {u.layout.fields[i].name: u.params[i] for u, i in places}
+        values.update({e.name: e.param for e in self._outside if id(e.param) in wanted})
+        for unit in units:
+            if self._residency is not None and not unit.whole_values:
+                self._residency.hold(unit)
+        before = fingerprints(values) if modify is None else {}
+        try:
+            yield values
+            if modify is None:
+                self._refuse_changes([name for name in values if name in changed_since(before, values)], list(values))
+            else:
+                self._take_over(places, values, modify)
+        finally:
+            for unit in units:
+                if self._residency is not None and not unit.whole_values:
+                    self._residency.let_go(unit)
+
+    def _refuse_changes(self, changed: Sequence[str], names: Sequence[str]) -> None:
+        flags = self._any_rank([name in changed for name in names], "gathered() for reading")
+        guilty = [name for name, flag in zip(names, flags, strict=True) if flag]
+        if guilty:
+            raise ProtocolError(
+                f"values of {guilty} were changed inside gathered(), which was opened for reading: the change would be "
+                "lost. Write `with trilithon.zero.gathered(params, modify=0):` to keep what rank 0 writes."
+            )
+
+    def _take_over(self, places: Sequence[tuple[Unit, int]], values: Mapping[str, Tensor], source: int) -> None:
+        for name, value in values.items():
+            self._comm.control.broadcast(value.data, source, Tag("gathered(modify=)", (name,), self._step)).wait()
+        for unit, index in places:
+            unit.take_over(index)
 
     def begin_uneven(self) -> None:
         if self._residency is not None:
@@ -445,6 +503,8 @@ class ZeroSharding:
             self._residency.close()
         for unit in self.units:
             unit.release()
+        for entry in self.entries:
+            forget_owner(entry.param)
 
 
 def _entries(

@@ -1,0 +1,200 @@
+"""Where configuration becomes objects: the only file that asks which feature is on.
+
+`initialize` reads the configuration, checks that its parts go together, joins the process group that the environment
+describes, and hands an Engine the parts it sequences. Everything after it just runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from trilithon.comm.collectives import Group
+from trilithon.comm.ledger import Ledger
+from trilithon.comm.mesh import init_distributed, make_mesh, own_process_group
+from trilithon.comm.watchdog import Watchdog
+from trilithon.config import Bf16, Config, Fp16, Fp32
+from trilithon.contracts import Precision, Update
+from trilithon.engine import capabilities
+from trilithon.engine.engine import Engine, Parts
+from trilithon.errors import ConfigError
+from trilithon.optim.build import make_update
+from trilithon.optim.groups import AnyOptimizer, Group as ParameterGroup, OptimizerSettings, groups_of
+from trilithon.optim.learning_rate import AnySchedule, LearningRate
+from trilithon.optim.loss_scale import DynamicScale, NoScale, StaticScale
+from trilithon.zero.grouping import FROZEN
+from trilithon.zero.materialize import materialize_meta
+from trilithon.zero.sharding import Communicators, Precisions, ZeroSharding
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def initialize(
+    model: nn.Module,
+    config: Config | Mapping[str, Any] | Path | str | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    lr_schedule: AnySchedule = None,
+    mesh: DeviceMesh | None = None,
+    *,
+    parameters: Iterable[Any] | None = None,
+) -> Engine:
+    """Make an Engine that trains `model` as `config` says. Collective when several ranks run.
+
+    model: any nn.Module; its parameters are taken over (cast, cut, made equal to rank 0's), its class is not changed.
+    config: a file, a dict, a Config, or a DeepSpeed file or dict; None for the defaults.
+    optimizer: a torch optimizer over the model's parameters, or a class or function that makes one from parameters;
+        None to take `config.optimizer`. With neither the engine only runs forwards.
+    lr_schedule: a torch scheduler over that optimizer, or a function from step to rate; None for `config.lr_schedule`.
+    mesh: a DeviceMesh with an axis "data", or of one axis; None for all ranks. parameters: groups for
+        `config.optimizer` or an optimizer class, as torch.optim takes them.
+    Raises ConfigError for every setting that does not fit, before anything is communicated.
+    """
+    settings = Config.load(config if config is not None else {})
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}; initialize() takes a torch.nn.Module.")
+    if optimizer is not None and settings.optimizer is not None:
+        raise ConfigError(
+            f"an optimizer was passed to initialize() and the configuration has optimizer.kind="
+            f"{settings.optimizer.kind!r}; keep one of the two."
+        )
+    chosen: AnyOptimizer | None = optimizer if optimizer is not None else settings.optimizer
+    schedule = lr_schedule if lr_schedule is not None else settings.lr_schedule
+    _check(settings, chosen, schedule)
+    groups = groups_of(model, chosen, parameters) if chosen is not None else []
+    distributed = init_distributed(settings.comm.backend, settings.comm.timeout_s)
+    device = _device()
+    mesh = mesh if mesh is not None or not distributed else make_mesh(device=device.type)
+    ledger = Ledger()
+    comm = _communicators(mesh, ledger, settings)
+    batch = settings.batch.resolve(comm.control.world_size)
+    sharding = _sharding(model, groups, settings, comm, batch.accumulation, device)
+    update = _update(chosen, groups, sharding, device)
+    parts = Parts(
+        config=settings,
+        batch=batch,
+        device=device,
+        sharding=sharding,
+        update=update,
+        precision=_precision(settings),
+        rate=LearningRate(groups, schedule),
+        groups=groups,
+        ledger=ledger,
+        low=_low(settings) if getattr(settings.precision, "cast_inputs", False) else None,
+    )
+    return Engine(model, parts)
+
+
+def _check(settings: Config, optimizer: AnyOptimizer | None, schedule: object) -> None:
+    if optimizer is None:
+        if schedule is not None:
+            raise ConfigError("a learning-rate schedule was given, but no optimizer: pass one, or set config.optimizer.")
+        return
+    kind = optimizer.kind if isinstance(optimizer, OptimizerSettings) else "foreign"
+    capabilities.require_compatible([capabilities.zero_stage(settings.zero.stage), capabilities.update_rule(kind)])
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+@dataclass
+class _Process:
+    """One watchdog serves all engines of a process; it lives as long as the process group."""
+
+    watchdog: Watchdog | None = None
+    store: Any = None
+
+
+_PROCESS = _Process()
+
+
+def _watchdog(settings: Config) -> Watchdog | None:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    if _PROCESS.watchdog is None or _PROCESS.store is not store:
+        _PROCESS.watchdog = Watchdog(settings.comm.wait_limit_s, store, dist.get_rank(), dist.get_world_size())
+        _PROCESS.store = store
+    return _PROCESS.watchdog
+
+
+def _communicators(mesh: DeviceMesh | None, ledger: Ledger, settings: Config) -> Communicators:
+    names = tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
+    axis = "data" if "data" in names else (names[0] if len(names) == 1 else "")
+    if mesh is not None and not axis:
+        raise ConfigError(f"the mesh has the axes {names}; one of them must be called 'data'.")
+    watchdog = _watchdog(settings)
+
+    def group(name: str) -> Group:
+        process_group = own_process_group(mesh, axis, settings.comm.timeout_s) if mesh is not None else None
+        return Group(
+            process_group,
+            name=name,
+            ledger=ledger,
+            watchdog=watchdog,
+            shared_memory=settings.comm.shared_memory,
+        )
+
+    return Communicators(group("control"), group("gather"), group("reduce"))
+
+
+def _low(settings: Config) -> torch.dtype | None:
+    match settings.precision:
+        case Bf16():
+            return torch.bfloat16
+        case Fp16():
+            return torch.float16
+    return None
+
+
+def _sharding(
+    model: nn.Module, groups: list[ParameterGroup], settings: Config, comm: Communicators, accumulation: int,
+    device: torch.device,
+) -> ZeroSharding:  # fmt: skip
+    names = {name: index for index, group in enumerate(groups) for name in group.names}
+    group_of = {id(param): names.get(name, FROZEN) for name, param in model.named_parameters()}
+    low = _low(settings)
+    wanted = settings.zero.accumulate_dtype
+    accumulate = _DTYPES[wanted] if wanted else (torch.float32 if accumulation > 1 and low else None)
+    wire = _DTYPES[settings.zero.comm_dtype] if settings.zero.comm_dtype else None
+    materialize_meta(model, device)
+    model.to(device) if device.type != "cpu" else None
+    precisions = Precisions(low, wire, accumulate)
+    return ZeroSharding(model, lambda param: group_of[id(param)], settings.zero, comm, precisions, device)
+
+
+def _update(
+    optimizer: AnyOptimizer | None, groups: list[ParameterGroup], sharding: ZeroSharding, device: torch.device
+) -> Update | None:
+    if optimizer is None:
+        return None
+    return make_update(optimizer, groups, sharding.trainable_names, whole=sharding.stage == 0, device=device)
+
+
+def _precision(settings: Config) -> Precision:
+    match settings.precision:
+        case Fp16(loss_scale=0.0) as fp16:
+            return DynamicScale(
+                2.0**fp16.initial_scale_power,
+                window=fp16.window,
+                hysteresis=fp16.hysteresis,
+                consecutive_hysteresis=fp16.consecutive_hysteresis,
+                min_scale=fp16.min_scale,
+                max_scale=fp16.max_scale,
+                give_up_after=fp16.give_up_after,
+            )
+        case Fp16() as fp16:
+            return StaticScale(fp16.loss_scale, give_up_after=fp16.give_up_after)
+        case Fp32() | Bf16() as plain:
+            return NoScale(plain.non_finite)
+    raise AssertionError(settings.precision)

@@ -1,0 +1,87 @@
+"""Which features go together, checked in one place before any process group exists.
+
+Each implementation names what it needs and what it gives; `conflicts` compares them and says, for everything that does
+not fit, which setting to change. `compatibility_table` prints the same knowledge for the documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from trilithon.errors import ConfigError
+
+
+class Capability(Enum):
+    """What one feature can rely on another for."""
+
+    WHOLE_PARAMETERS = "whole parameters in the update"
+    SHARDED_STATE = "optimizer state cut over ranks"
+    ELEMENTWISE = "an update that treats each element on its own"
+    LAYER_NORMS = "per-parameter norms over ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """One choice. needs: what must be there; way_out: what to change when it is not."""
+
+    name: str
+    gives: frozenset[Capability] = frozenset()
+    needs: frozenset[Capability] = frozenset()
+    needs_any: frozenset[Capability] = frozenset()
+    way_out: str = ""
+
+
+def zero_stage(stage: int) -> Feature:
+    """ZeRO's side of the contract."""
+    if stage == 0:
+        return Feature("zero.stage=0", gives=frozenset({Capability.WHOLE_PARAMETERS, Capability.LAYER_NORMS}))
+    return Feature(
+        f"zero.stage={stage}",
+        gives=frozenset({Capability.SHARDED_STATE, Capability.LAYER_NORMS}),
+        needs_any=frozenset({Capability.ELEMENTWISE, Capability.LAYER_NORMS}),
+        way_out="use zero.stage=0, where every rank holds whole parameters, or an elementwise optimizer",
+    )
+
+
+def update_rule(kind: str) -> Feature:
+    """The update rule's side. kind: of `OptimizerConfig`, or "foreign" for a user's own optimizer class."""
+    if kind == "lamb":
+        return Feature("optimizer lamb", needs=frozenset({Capability.LAYER_NORMS}), way_out="use another optimizer")
+    if kind == "foreign":  # a probe decides, once its parameters are known
+        return Feature("your own optimizer", gives=frozenset({Capability.ELEMENTWISE}))
+    return Feature(f"optimizer {kind}", gives=frozenset({Capability.ELEMENTWISE}))
+
+
+def conflicts(features: Sequence[Feature]) -> list[str]:
+    """One line per need that no feature meets."""
+    given = {capability for feature in features for capability in feature.gives}
+    found = []
+    for feature in features:
+        missing = feature.needs - given
+        if feature.needs_any and not feature.needs_any & given:
+            missing |= feature.needs_any
+        if missing:
+            what = ", ".join(sorted(capability.value for capability in missing))
+            found.append(f"{feature.name} needs {what}; {feature.way_out}.")
+    return found
+
+
+def require_compatible(features: Sequence[Feature]) -> None:
+    """Raises one ConfigError that lists every conflict."""
+    found = conflicts(features)
+    if found:
+        raise ConfigError("these settings do not go together:\n  - " + "\n  - ".join(found))
+
+
+def compatibility_table(kinds: Iterable[str] = ("adamw", "sgd", "lion", "adagrad", "lamb", "foreign")) -> str:
+    """Markdown: update rules against ZeRO stages, from the same declarations that are checked at run time."""
+    lines = ["| update rule | stage 0 | stage 1 | stage 2 | stage 3 |", "| --- | --- | --- | --- | --- |"]
+    for kind in kinds:
+        rule = update_rule(kind)
+        cells = ["no" if conflicts([zero_stage(stage), rule]) else "yes" for stage in range(4)]
+        if kind == "foreign":
+            cells = ["yes"] + ["if elementwise"] * 3
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)

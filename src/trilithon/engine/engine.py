@@ -1,0 +1,419 @@
+"""The Engine: one optimizer step, sequenced.
+
+    loss = engine(batch)            # as often as the accumulation says
+    engine.backward(loss)
+    engine.step()
+
+or `engine.train_step(batches)`. It holds no configuration parsing, process groups, formats or timers: `build` makes
+those. One step is: forwards and backwards -> gradients agreed -> skip, or clip, update, publish -> rate moves on.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from trilithon.comm.ledger import Ledger
+from trilithon.config import Config, ResolvedBatch
+from trilithon.contracts import Precision, StepHook, SyncMode, Update
+from trilithon.engine import overflow
+from trilithon.errors import NonFiniteError, ProtocolError
+from trilithon.optim.clip import agreed_norm, clip_factor
+from trilithon.optim.groups import Group
+from trilithon.optim.learning_rate import LearningRate
+from trilithon.zero.sharding import ZeroSharding
+from trilithon.zero.unit import Unit
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `build` made and the engine sequences."""
+
+    config: Config
+    batch: ResolvedBatch
+    device: torch.device
+    sharding: ZeroSharding
+    update: Update | None
+    precision: Precision
+    rate: LearningRate
+    groups: Sequence[Group]
+    ledger: Ledger
+    low: torch.dtype | None  # what floating inputs are cast to
+
+
+@dataclass
+class _Window:
+    """What has happened since the last step."""
+
+    backwards: int = 0
+    loss: float = 0.0  # sum of losses, weighted where weights were given
+    weight: float | None = None  # sum of weights, once one was given
+
+
+class Engine:
+    """Trains one model. Made by `trilithon.initialize`; a context manager that closes itself.
+
+    Read-only: module, config, device, rank, world_size, accumulation, steps (updates applied), skipped_steps,
+    micro_steps, global_samples, lr, loss_scale, ledger; and of the last step: grad_norm (before clipping),
+    clip_factor, non_finite (elements of the gradient, over all ranks), loss (mean over ranks and micro-batches).
+    """
+
+    def __init__(self, module: nn.Module, parts: Parts) -> None:
+        self.module, self.config, self.device, self.ledger = module, parts.config, parts.device, parts.ledger
+        self.accumulation = parts.batch.accumulation
+        self.hooks: list[StepHook] = []
+        self.steps = self.skipped_steps = self.micro_steps = 0
+        self.grad_norm: float | None = None
+        self.clip_factor: float | None = None
+        self.loss: float | None = None
+        self.non_finite = 0
+        self._batch, self._sharding, self._update = parts.batch, parts.sharding, parts.update
+        self._precision, self._rate, self._groups, self._low = parts.precision, parts.rate, parts.groups, parts.low
+        self._window = _Window()
+        self._window_open = self._syncing = True
+        self._window_open = False
+        self._uneven = self._closed = False
+        self._idle: frozenset[str] = frozenset()
+
+    # ------------------------------------------------------------------------------------------------ properties
+    @property
+    def rank(self) -> int:
+        return self._sharding.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._sharding.world_size
+
+    @property
+    def lr(self) -> list[float]:
+        """The rate that the next step uses, per parameter group."""
+        return self._rate.get_lr()
+
+    @property
+    def loss_scale(self) -> float:
+        return self._precision.scale
+
+    @property
+    def global_samples(self) -> int:
+        """Samples behind the updates and skips so far, over all ranks."""
+        return (self.steps + self.skipped_steps) * self._batch.global_size
+
+    @property
+    def at_boundary(self) -> bool:
+        """The next `step()` updates: as many backwards as the accumulation asks for have run."""
+        return self._window.backwards >= self.accumulation
+
+    # -------------------------------------------------------------------------------------------------- one step
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward. Floating inputs are cast to the parameters' type under bf16 and fp16."""
+        self._require_open()
+        if torch.is_grad_enabled() and self.module.training:
+            self._open_window()
+        if self._low is not None:
+            args, kwargs = pytree.tree_map_only(Tensor, self._cast, (args, kwargs))
+        return self.module(*args, **kwargs)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._low) if tensor.is_floating_point() else tensor
+
+    def _open_window(self) -> None:
+        if not self._window_open:
+            self._window_open = True
+            for hook in self.hooks:
+                hook.on_step(self.steps)
+            mode = self._update.sync_mode(self.steps + 1) if self._update is not None else SyncMode.MEAN
+            self._sharding.begin_step(mode, self.steps + self.skipped_steps + 1)
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None, *, retain_graph: bool = False) -> None:
+        """Backward of one micro-batch, and on its last one the reduction of gradients.
+
+        loss: a scalar. Without `weight` the update follows the mean of all losses over ranks and micro-batches. With
+        `weight` (tokens, say) `loss` is a sum, and the update follows sum of losses / sum of weights over all of them;
+        a rank without data passes weight=0. More backwards than the accumulation before one step add up.
+        Raises ProtocolError out of order, NonFiniteError never (`step` decides).
+        """
+        self._require_open()
+        self._check_loss(loss, weight)
+        self._open_window()
+        window = self._window
+        last = window.backwards + 1 >= self.accumulation
+        if self._syncing:
+            self._sharding.micro_step(last)
+        else:
+            self._sharding.micro_step_without_sync()
+        factor = self._precision.scale / (self.accumulation if weight is None else 1)
+        try:
+            scaled = loss if loss.dtype == torch.float64 else loss.float()
+            (scaled * factor if factor != 1.0 else scaled).backward(retain_graph=retain_graph)
+        except BaseException:
+            self._sharding.abandon_backward()
+            raise
+        self._sharding.finish_backward()
+        window.backwards += 1
+        self.micro_steps += 1
+        window.loss += float(loss.detach())
+        if weight is not None:
+            window.weight = (window.weight or 0.0) + float(weight)
+
+    def _check_loss(self, loss: Tensor, weight: object) -> None:
+        if self._update is None:
+            raise ProtocolError("this engine has no optimizer: pass one to initialize(), or set config.optimizer.")
+        if self._uneven:
+            raise ProtocolError("backward inside uneven() would wait for ranks that are done: leave the context first.")
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ProtocolError(f"engine.backward takes a loss of one element; got {what}. Reduce it: loss.mean().")
+        if not loss.requires_grad:
+            raise ProtocolError("the loss does not depend on a trainable parameter: was it computed under no_grad()?")
+        if self._window.backwards and (weight is None) != (self._window.weight is None):
+            raise ProtocolError("either all backwards before a step get a weight, or none of them.")
+
+    def step(self) -> bool:
+        """Update the parameters if this is the boundary of an accumulation. True when they changed.
+
+        Before the boundary it does nothing. A step whose gradient is not finite on any rank is skipped on all (policy
+        `precision.non_finite`, or loss scaling), and then rates, schedules and counters stay where they are.
+        Raises ProtocolError without a backward, NonFiniteError when the policy says so.
+        """
+        self._require_open()
+        window, update = self._window, self._update
+        if update is None or window.backwards == 0:
+            raise ProtocolError("step() without a backward: call engine.backward(loss) first.")
+        if not self.at_boundary:
+            return False
+        settled = self._sharding.settle([window.loss, window.weight or 0.0])
+        scale = self._unscale(settled.extra[1])
+        self.loss = settled.extra[0] / (settled.extra[1] or self.world_size * window.backwards)
+        self.grad_norm = agreed_norm(torch.tensor([settled.squared_norm], dtype=torch.float64), 1.0 / scale)
+        finite = math.isfinite(settled.squared_norm)
+        self.clip_factor = clip_factor(self.grad_norm, self.config.clip_norm)
+        self._report_idle(settled.idle)
+        if not self._accept(finite):
+            self._sharding.drop_gradients()
+            self._window, self._window_open = _Window(), False
+            self.skipped_steps += 1
+            return False
+        for part in self._sharding.slices():
+            part.idle = settled.idle
+        update.apply(
+            self.steps + 1,
+            self._sharding.slices(),
+            scale * self.clip_factor,
+            self._sharding.publish,
+            self._sharding.combine,
+        )
+        self._sharding.publish()
+        self._sharding.drop_gradients()
+        self._window, self._window_open = _Window(), False
+        self.steps += 1
+        self._rate.advance()
+        return True
+
+    def _unscale(self, total_weight: float) -> float:
+        """What the stored gradient is multiplied by to be the gradient of the mean loss."""
+        if self._window.weight is None:
+            return 1.0 / self._precision.scale
+        if total_weight <= 0:
+            raise ProtocolError(f"the weights of this step sum to {total_weight:g} over all ranks; there is no mean.")
+        return self.world_size / (self._precision.scale * total_weight)
+
+    def _accept(self, finite: bool) -> bool:
+        self.non_finite = 0
+        if finite:
+            return self._precision.accept(True)
+        found = overflow.locate(self._sharding)
+        self.non_finite = found.elements
+        try:
+            accepted = self._precision.accept(False)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{error} {found}") from None
+        if not accepted:
+            logger.warning("step %d skipped: %s", self.steps + self.skipped_steps + 1, found)
+        return accepted
+
+    def _report_idle(self, idle: frozenset[str]) -> None:
+        fresh = idle - self._idle
+        if fresh and self.rank == 0:
+            logger.warning(
+                "no gradient reached %s on any rank; it stays as it is (zero gradient, no decay).", sorted(fresh)
+            )
+        self._idle |= idle
+
+    def train_step(self, batches: Sequence[Any], forward: Forward | None = None) -> float:
+        """One optimizer step over `batches`, one per micro-batch; the mean loss over ranks and micro-batches.
+
+        forward(engine, batch) -> loss; without it the batch is passed on (a dict as keywords, a tuple or list as
+        arguments) and the output's loss is taken: a scalar, `.loss`, ["loss"], or the first element.
+        """
+        if len(batches) != self.accumulation:
+            raise ProtocolError(
+                f"train_step got {len(batches)} micro-batches, and batch.accumulation is {self.accumulation}."
+            )
+        for batch in batches:
+            self.backward(forward(self, batch) if forward is not None else _loss_of(self._forward(batch)))
+        self.step()
+        assert self.loss is not None
+        return self.loss
+
+    def _forward(self, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return self(**batch)
+        return self(*batch) if isinstance(batch, tuple | list) else self(batch)
+
+    def eval_step(self, batch: Any, forward: Forward | None = None) -> Any:
+        """One forward in evaluation mode without gradients; the model's mode is restored."""
+        training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                return forward(self, batch) if forward is not None else self._forward(batch)
+        finally:
+            self.module.train(training)
+
+    # -------------------------------------------------------------------------------------------------- contexts
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside stay on this rank, at any stage; they are reduced at the next backward outside, or `step`.
+
+        At stages 2 and 3 this needs memory for whole gradients, which is the price of the saved communication.
+        """
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """Ranks may call forward a different number of times inside (generation, evaluation). Collective at both ends.
+
+        At stage 3, ranks that are done serve the gathers of the others until all are. No backward inside.
+        """
+        self._uneven = True
+        self._sharding.begin_uneven()
+        try:
+            yield
+            self._sharding.end_uneven()
+        finally:
+            self._uneven = False
+
+    # --------------------------------------------------------------------------------------------- whole tensors
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective: (name, whole fp32 value) of every parameter, one at a time, on every rank. Yours to keep."""
+        for name, tensor in self._sharding.full("master", self._sharding.names):
+            yield name, tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+
+    def view(self, kind: str, pattern: str = "*") -> Iterator[tuple[str, Tensor]]:
+        """Collective: (name, whole copy) of "param", "master", "grad" or an optimizer state such as "exp_avg".
+
+        pattern: of parameter names, as in fnmatch. "grad" is the mean gradient, unscaled and before clipping; ask
+        between the last backward and `step`. Raises ProtocolError for a kind that does not exist (yet).
+        """
+        names = [name for name in self._sharding.names if fnmatch.fnmatchcase(name, pattern)]
+        if kind in ("param", "master"):
+            items = self._sharding.full(kind, names)
+        elif kind == "grad":
+            total = self._sharding.settle([self._window.weight or 0.0]).extra[0] if self._window.backwards else 0.0
+            scale = self._unscale(total)
+            for name, tensor in self._sharding.full(kind, names):
+                yield name, tensor.float().mul(scale) if tensor.dtype != torch.float64 else tensor * scale
+            return
+        else:
+            items = self._sharding.full_of(lambda unit: self._state_of(unit, kind), names)
+        for name, tensor in items:
+            yield name, tensor.detach().clone()
+
+    def _state_of(self, unit: Unit, kind: str) -> Tensor | None:
+        if not unit.trainable:
+            return None
+        own = torch.zeros_like(unit.master)
+        for part, start, stop in self._sharding.slices_of(unit):
+            state = self._update.state(part) if self._update is not None else {}
+            if kind not in state:
+                raise ProtocolError(f"unknown kind '{kind}'; there are 'param', 'master', 'grad' and {sorted(state)}")
+            own[start:stop].copy_(state[kind])
+        return own
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Collective: what `module.state_dict()` of an ordinary model would hold, whole, on every rank."""
+        whole = {name: tensor.detach().clone() for name, tensor in self._sharding.full("param", self._sharding.names)}
+        first = {id(param): name for name, param in self.module.named_parameters()}
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            whole.setdefault(name, whole[first[id(param)]])  # tied names share one tensor, as they do in the module
+        kept = {key: value for key, value in self._buffers().items() if key not in whole}
+        return {**whole, **kept}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        saved = {}
+        for prefix, module in self.module.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    saved[f"{prefix}.{name}" if prefix else name] = buffer.detach().clone()
+        return saved
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on this rank by category: parameters, gradients, master, optimizer, in_flight."""
+        found = self._sharding.bytes()
+        update = self._update
+        state = sum(
+            tensor.numel() * tensor.element_size()
+            for part in (self._sharding.slices() if update is not None and self.steps else ())
+            for tensor in (update.state(part).values() if update is not None else ())
+        )
+        return {**found, "optimizer": state}
+
+    # --------------------------------------------------------------------------------------------------- the end
+    def train(self, mode: bool = True) -> Engine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        return self.train(False)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ProtocolError("this engine was closed; make another with trilithon.initialize().")
+
+    def close(self) -> None:
+        """Collective at stage 3: the model gets its whole parameters back, hooks go, state is dropped."""
+        if not self._closed:
+            self._closed = True
+            self._sharding.close()
+            if self._update is not None:
+                self._update.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:  # after an error the other ranks may not take part any more
+            self.close()
+
+
+def _loss_of(output: Any) -> Tensor:
+    found = output
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif isinstance(output, tuple | list):
+        found = output[0]
+    elif not isinstance(output, Tensor):
+        found = getattr(output, "loss", None)
+    if not isinstance(found, Tensor):
+        raise ProtocolError(
+            f"the model returned a {type(output).__name__} without a loss. Pass forward=lambda engine, batch: ... to "
+            "train_step, which returns the loss."
+        )
+    return found

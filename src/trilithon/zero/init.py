@@ -1,0 +1,226 @@
+"""`zero.init`: build a model of which no rank ever holds more than a slice and a few whole parameters.
+
+    with trilithon.zero.init():
+        model = GPT(config)
+    engine = trilithon.initialize(model, config)
+
+Parameters are cut as they are registered. Whatever then reads or writes them while the context is open (initialisers,
+`self.apply(...)`, `.data.normal_()`, copying rows) gets whole values again, so the initial values are those of an
+ordinary construction from rank 0's random state, for any number of ranks. The most recent `open_numel` elements stay
+whole, so that a constructor's own initialisation needs no communication. A parameter of which the program still holds
+an alias (`w = layer.weight.data`) is cut again only for itself; what is written through the alias counts.
+(Construction in slices: Rajbhandari et al. 2021, arXiv:2104.07857, section 7.2.)
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import UninitializedParameter
+
+from trilithon.comm.collectives import Group
+from trilithon.comm.mesh import init_distributed
+from trilithon.contracts import Collectives, ReduceOp, Tag
+from trilithon.errors import ProtocolError, ShardedParameterError
+from trilithon.zero.gather import changed_since, fingerprints
+from trilithon.zero.sharded_parameter import (
+    ShardedParameter,
+    bring_back,
+    find_owner,
+    forget_owner,
+    put_away,
+    set_owner,
+)
+
+OPEN_NUMEL = 2**22
+
+
+@contextmanager
+def init(*, enabled: bool = True, backend: str | None = None, open_numel: int = OPEN_NUMEL) -> Iterator[None]:
+    """Cut every parameter registered inside the context over all ranks.
+
+    Collective: all ranks build the same model. enabled=False does nothing; so does a single process. open_numel:
+    elements that may be whole at the same time. The other ranks' random states (torch, numpy, random) are those of
+    rank 0 inside, and their own again afterwards.
+    Raises ShardedParameterError when values are read after the context without `trilithon.zero.gathered`.
+    """
+    if not enabled or not init_distributed(backend, 1800.0) or dist.get_world_size() == 1:
+        yield
+        return
+    comm = Group(dist.group.WORLD, name="zero.init")
+    builder = Builder(comm, open_numel)
+    hook = register_module_parameter_registration_hook(builder.register)
+    states = _random_states()
+    _set_random_states(comm.all_gather_object(states, Tag("zero.init random state"))[0])
+    try:
+        yield
+    finally:
+        hook.remove()
+        builder.finish()
+        if comm.rank != 0:
+            _set_random_states(states)
+
+
+def built_values(param: nn.Parameter) -> Tensor | None:
+    """The whole values of a parameter built under `init`, taken out of its builder; None for any other. Collective."""
+    owner = find_owner(param)
+    return owner.take(param) if isinstance(owner, Builder) else None
+
+
+class Builder:
+    """Owner of the parameters of models under construction (`sharded_parameter.Owner`)."""
+
+    def __init__(self, comm: Collectives, open_numel: int) -> None:
+        self._comm, self._open_numel = comm, open_numel
+        self._open: dict[int, tuple[weakref.ref[nn.Parameter], Tensor]] = {}  # id -> whole flat values, oldest first
+        self._lingering: dict[int, Tensor] = {}  # id -> whole values that the program still has an alias of
+        self._shards: dict[int, Tensor] = {}
+        self._building = True
+
+    # ------------------------------------------------------------------------------------------------ opening
+    def register(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        """Called by torch for every registration of a parameter."""
+        if param is None or isinstance(param, UninitializedParameter) or param.is_meta or not param.is_floating_point():
+            return
+        if find_owner(param) is not None or not param.is_contiguous():
+            return
+        set_owner(param, self)
+        whole = torch.zeros(self._padded(param), dtype=param.dtype, device=param.device)
+        whole[: param.numel()].copy_(param.data.view(-1))
+        param.data = whole[: param.numel()].view(param.shape)
+        self._open[id(param)] = (weakref.ref(param, self._forget(id(param))), whole)
+        self._trim(keep={id(param)})
+
+    def _forget(self, key: int) -> Any:
+        def gone(_: object) -> None:
+            self._open.pop(key, None)
+            self._shards.pop(key, None)
+            self._lingering.pop(key, None)
+
+        return gone
+
+    def make_whole(self, params: Sequence[nn.Parameter], use: str) -> None:
+        if not self._building:
+            raise ShardedParameterError(
+                f"`{use}` reads a parameter of shape {tuple(params[0].shape)} that was built under zero.init() and is "
+                "cut over the ranks. Read it inside that context or under `trilithon.zero.gathered(params)`."
+            )
+        self._trim(keep={id(param) for param in params})
+        for param in params:
+            self._open_again(param)
+
+    def _open_again(self, param: nn.Parameter) -> None:
+        key = id(param)
+        if key in self._open:
+            return
+        whole = torch.empty(self._padded(param), dtype=param.dtype, device=param.device)
+        self._refresh(param)
+        self._comm.all_gather(whole, self._shards.pop(key), Tag("zero.init")).wait()
+        self._lingering.pop(key, None)
+        bring_back([param], [whole[: param.numel()].view(param.shape)])
+        self._open[key] = (weakref.ref(param, self._forget(key)), whole)
+
+    # ------------------------------------------------------------------------------------------------ closing
+    def _trim(self, keep: set[int]) -> None:
+        open_numel = sum(whole.numel() for _, whole in self._open.values())
+        for key in list(self._open):
+            if open_numel <= self._open_numel:
+                return
+            if key not in keep:
+                open_numel -= self._open[key][1].numel()
+                self._close(key)
+
+    def _close(self, key: int) -> None:
+        reference, whole = self._open.pop(key)
+        param = reference()
+        if param is None:
+            return
+        if param.data_ptr() != whole.data_ptr() or param.numel() > whole.numel():  # its data was replaced
+            values, whole = param.data, torch.zeros(self._padded(param), dtype=param.dtype, device=param.device)
+            whole[: param.numel()].copy_(values.reshape(-1))
+            del values
+        self._shards[key] = self._own(whole).clone()
+        put_away([param])
+        storage = whole.untyped_storage()
+        if torch._C._storage_Use_Count(storage._cdata) > 2:  # ours twice (tensor and handle); more: an alias is alive
+            self._lingering[key] = whole
+
+    def _refresh(self, param: nn.Parameter) -> None:
+        whole = self._lingering.get(id(param))
+        if whole is not None:
+            self._shards[id(param)].copy_(self._own(whole))
+
+    def finish(self) -> None:
+        """The context ends: everything is cut."""
+        for key in list(self._open):
+            self._close(key)
+        for key, whole in self._lingering.items():
+            self._shards[key].copy_(self._own(whole))
+        self._lingering.clear()
+        self._building = False
+
+    def _padded(self, param: Tensor) -> int:
+        return -(-max(param.numel(), 1) // self._comm.world_size) * self._comm.world_size
+
+    def _own(self, whole: Tensor) -> Tensor:
+        size = whole.numel() // self._comm.world_size
+        return whole[self._comm.rank * size : (self._comm.rank + 1) * size]
+
+    # ---------------------------------------------------------------------------------------------- afterwards
+    def take(self, param: nn.Parameter) -> Tensor:
+        """Whole values, [shape]; the parameter is nobody's afterwards."""
+        if isinstance(param, ShardedParameter):
+            self._open_again(param)
+        self._open.pop(id(param), None)
+        forget_owner(param)
+        return param.data
+
+    @contextmanager
+    def hold(self, params: Sequence[nn.Parameter], modify: int | None) -> Iterator[Mapping[str, Tensor]]:
+        sharded = [param for param in params if isinstance(param, ShardedParameter)]
+        for param in sharded:
+            self._open_again(param)
+        values = {str(index): param for index, param in enumerate(params)}
+        before = fingerprints(values) if modify is None else {}
+        yield values
+        if modify is None:
+            changed = torch.tensor(float(len(changed_since(before, values))))
+            self._comm.all_reduce(changed, Tag("gathered() for reading"), ReduceOp.MAX).wait()
+        else:
+            for param in params:
+                self._comm.broadcast(param.data, modify, Tag("gathered(modify=)")).wait()
+        for param in sharded:
+            if id(param) in self._open:
+                self._close(id(param))
+        if modify is None and changed.item() > 0:
+            raise ProtocolError(
+                "values were changed inside gathered(), which was opened for reading. Write "
+                "`with trilithon.zero.gathered(params, modify=0):` to keep what rank 0 writes."
+            )
+
+
+def _random_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_states(states: Mapping[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["random"])
+    if "numpy" in states and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
