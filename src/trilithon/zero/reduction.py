@@ -5,14 +5,16 @@ reverse order of construction, then, once the first backward has shown it, the o
 complete waits for its predecessors; what is incomplete when backward ends is reduced then. So exactly one reduction per
 unit and backward is issued on every rank, and no rank can wait for one that another never issues.
 
-Waiting inside backward is only ever a courtesy that bounds memory: it gives up after `PATIENCE_S`, since a peer may be
-unable to issue its part before its own backward ends (a parameter without gradient there).
+Waiting inside backward bounds memory. With gathers in the same backward (stage 3) it is only ever a courtesy, done by
+a thread of its own and given up after `PATIENCE_S`: a peer may be unable to issue its part before its own backward ends
+(a parameter without gradient there), and may need this rank's gathers to get that far.
 (Bucketing and overlap: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2.)
 """
 
 from __future__ import annotations
 
-import time
+import queue
+import threading
 from collections import deque
 from collections.abc import Sequence
 
@@ -21,6 +23,44 @@ from trilithon.zero.gradients import UnitGradients
 
 PATIENCE_S = 1.0
 IN_FLIGHT = 2  # reductions under way at the same time before backward pauses, with overlap
+
+
+class _Landing:
+    """One wait for a unit's reductions, to be done by any thread."""
+
+    def __init__(self, gradients: UnitGradients) -> None:
+        self._gradients, self._landed = gradients, threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._gradients.land()
+        except BaseException as error:  # noqa: BLE001 (raised again where it is waited for)
+            self._error = error
+        self._landed.set()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        landed = self._landed.wait(seconds)
+        if self._error is not None:
+            raise self._error
+        return landed
+
+
+class _Lander:
+    """A daemon thread that waits for reductions in turn, so that backward can stop waiting when it must."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Landing] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="trilithon-reductions", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            self._jobs.get().run()
+
+    def take(self, gradients: UnitGradients) -> _Landing:
+        landing = _Landing(gradients)
+        self._jobs.put(landing)
+        return landing
 
 
 class ReductionQueue:
@@ -40,6 +80,8 @@ class ReductionQueue:
         self._reduce = False
         self._flying: deque[UnitGradients] = deque()
         self._patient = True
+        self._lander: _Lander | None = None
+        self._landing: _Landing | None = None  # of the oldest in flight
         self._at = (-1, -1)
 
     def begin_backward(self, *, reduce: bool, step: int, micro_step: int) -> None:
@@ -58,6 +100,9 @@ class ReductionQueue:
         """Reduce what is left, in order, and wait for everything."""
         if self._reduce:
             self._advance(flush=True)
+            if self._landing is not None:
+                self._landing.wait()
+                self._landing = None
             while self._flying:
                 self._flying.popleft().land()
             if not self._learned:
@@ -86,14 +131,18 @@ class ReductionQueue:
 
     def _make_room(self) -> None:
         while len(self._flying) > self._allowed:
-            oldest = self._flying[0]
-            give_up = time.monotonic() + PATIENCE_S
-            while not (self._may_block or oldest.done()):
-                if not self._patient or time.monotonic() > give_up:
-                    self._patient = False
-                    return
-                time.sleep(0.0001)
-            self._flying.popleft().land()
+            if self._may_block:
+                self._flying.popleft().land()
+                continue
+            if self._lander is None:
+                self._lander = _Lander()
+            if self._landing is None:
+                self._landing = self._lander.take(self._flying[0])
+            if not self._landing.wait(PATIENCE_S if self._patient else 0.0):
+                self._patient = False
+                return
+            self._landing = None
+            self._flying.popleft()
 
     def _tag(self, index: int) -> Tag:
         return self._gradients[index].unit.tag(*self._at)
