@@ -20,9 +20,21 @@ import torch
 from torch import Tensor, nn
 
 from trilithon.testing.plain_optimizers import PlainLamb, PlainLion
+from trilithon.testing.tolerance import PrecisionName, Tolerance, tolerance
+
+__all__ = [
+    "Batch",
+    "PlainRun",
+    "Tolerance",
+    "assert_same_training",
+    "rank_part",
+    "token_batches",
+    "tolerance",
+    "train_plain",
+    "vector_batches",
+]
 
 Batch = tuple[Tensor, ...]
-PrecisionName = Literal["fp32", "bf16", "fp16"]
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -124,6 +136,40 @@ def train_plain(
     return PlainRun(losses, norms, start, end)
 
 
+def assert_same_training(
+    reference: PlainRun,
+    losses: Sequence[float],
+    parameters: Mapping[str, Tensor],
+    limits: Tolerance,
+    grad_norms: Sequence[float] | None = None,
+) -> None:
+    """Raise AssertionError with every difference beyond the limits: losses, norms, names, and parameters.
+
+    parameters: fp32 by name, as `PlainRun.parameters`. What the reference did not change has to be equal bit for bit.
+    """
+    found = _series("loss", reference.losses, losses, limits.loss)
+    if grad_norms is not None:
+        found += _series("gradient norm", reference.grad_norms, grad_norms, limits.grad_norm)
+    if set(parameters) != set(reference.parameters):
+        missing, extra = set(reference.parameters) - set(parameters), set(parameters) - set(reference.parameters)
+        raise AssertionError(f"parameter names differ: missing {sorted(missing)}, unexpected {sorted(extra)}")
+    apart_total = way_total = rounding_total = 0.0
+    for name, expected in reference.parameters.items():
+        if parameters[name].shape != expected.shape:
+            found.append(f"{name} has shape {tuple(parameters[name].shape)} instead of {tuple(expected.shape)}")
+            continue
+        apart = (parameters[name].double() - expected.double()).norm().item()
+        way = (expected.double() - reference.start[name].double()).norm().item()
+        rounding = limits.rounding * expected.double().norm().item() if way > 0 else 0.0
+        apart_total, way_total = math.hypot(apart_total, apart), math.hypot(way_total, way)
+        rounding_total = math.hypot(rounding_total, rounding)
+        if not apart <= limits.parameter_distance * way + rounding:
+            found.append(f"{name} ends {apart:.3e} from the reference, which moved {way:.3e}")
+    if not apart_total <= limits.distance * way_total + rounding_total:
+        found.append(f"all parameters end {apart_total:.3e} from the reference, which moved {way_total:.3e}")
+    assert not found, f"training differs from the reference beyond {limits}:\n  " + "\n  ".join(found)
+
+
 def _mean_gradients(
     model: nn.Module, parts: Sequence[Batch], dtype: torch.dtype, loss_scale: float
 ) -> tuple[float, dict[str, Tensor]]:
@@ -153,3 +199,10 @@ def _install(
             grad = torch.zeros_like(master)
         master.grad = None if grad is None else grad * factor
     return norm
+
+
+def _series(what: str, expected: Sequence[float], got: Sequence[float], limit: float) -> list[str]:
+    if len(expected) != len(got):
+        return [f"{len(got)} values of {what} instead of {len(expected)}"]
+    pairs = enumerate(zip(expected, got, strict=True), start=1)
+    return [f"{what} of step {i}: {b!r} instead of {a!r}" for i, (a, b) in pairs if not abs(a - b) <= limit * abs(a)]
