@@ -52,7 +52,7 @@ def test_averaged_gradients_rounded_to_the_low_type_pass(optimizer, precision, m
     "mistake",
     [
         {"lr": 1.1e-3},
-        {"betas": (0.8, 0.999)},
+        {"betas": (0.0, 0.999)},
         {"clip_norm": 0.3, "optimizer": "sgd", "lr": 0.1, "momentum": 0.9},
         {"batches": [step[:1] for step in token_batches(STEPS, 8, 2)]},
         {"batches": [[(tokens[:4],) for (tokens,) in step] for step in token_batches(STEPS, 8, 2)]},
