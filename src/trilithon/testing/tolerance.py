@@ -39,9 +39,9 @@ def tolerance(precision: PrecisionName, steps: int, *, optimizer: str = "adamw",
     in either run) and u in a low precision, as one side may keep the averaged gradient rounded to it. Adam and its kin
     divide two such quantities: 2 e. Errors of steps add at worst like sqrt(steps) compared with the way, which may
     turn. In a low precision elements smaller than the noise may change sides, and a rule close to the sign of the
-    gradient turns them around: with a density of gradients near zero of 1 / their size, that is a part n of them, each
-    off by two steps: 2 sqrt(n). In fp32 that would be less than one element of the small models this is for, and it is not
-    allowed for: one wrong element is what an error at the edge of a shard looks like.
+    gradient turns them around: with a density of gradients near zero of 1 / their size, that is a part n of them,
+    each off by two steps: 2 sqrt(n). In fp32 that would be less than one element of the small models this is for, and
+    it is not allowed for: one wrong element is what an error at the edge of a shard looks like.
 
     *One parameter* has few elements, so its distance varies around that of the whole: 4 times as much is let through,
     and never more than 0.7, so that a parameter that did not train (distance 1) fails in any precision.
