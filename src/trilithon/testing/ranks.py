@@ -205,7 +205,7 @@ class _Server:
             raise
         if num_threads > 1:
             warnings.warn(
-                f"the fork server for ranks has {num_threads} threads after its imports; only one of them survives in a "
+                f"the fork server for ranks has {num_threads} threads after its imports; only one survives in a "
                 "rank, which may hang. Look for a package that starts threads when it is imported.",
                 stacklevel=2,
             )

@@ -1,0 +1,50 @@
+# Everything runs out of .venv, which is made on first use from pyproject.toml and constraints.txt.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+CODE := src tests benchmarks examples
+
+# What `make quickstart` trains: on this Python's own library, because every machine has that text.
+TEXT ?= $(shell $(PYTHON) -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
+RUN ?= runs/quickstart
+QUICKSTART_FLAGS ?= --nproc 2 --zero-stage 3 --run $(RUN)
+PYTEST_FLAGS ?=
+BENCH ?= $(wildcard benchmarks/*.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test lint types bench docs clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trilithon needs Python 3.11 or newer; $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.12 ..." % sys.version_info[:2])'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,fast,dev]'
+	@touch $@
+
+quickstart: $(READY) ## train a small GPT on two processes with ZeRO stage 3, from nothing to a falling loss
+	$(BIN)/trilithon train --data "$(TEXT)" $(QUICKSTART_FLAGS)
+
+test: $(READY) ## run every test; PYTEST_FLAGS=tests/unit runs a part
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true $(PYTEST_FLAGS)
+
+lint: $(READY) types ## check style, format, types, and that imports point down
+	$(BIN)/ruff check $(wildcard $(CODE))
+	$(BIN)/ruff format --check $(wildcard $(CODE))
+	$(BIN)/lint-imports
+
+types: $(READY) ## check types only (mypy, strict)
+	$(BIN)/mypy
+
+bench: $(READY) ## run every benchmark, or BENCH=benchmarks/one.py; each prints one row per measurement
+	@test -n "$(strip $(BENCH))" || { echo "there is no benchmark to run"; exit 1; }
+	@for script in $(BENCH); do echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python "$$script" || exit 1; done
+
+docs: $(READY) ## run the examples that the documentation shows
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs
+
+clean: ## remove everything that was built, .venv included; keeps runs/
+	rm -rf .venv build dist .mypy_cache .ruff_cache .import_linter_cache .pytest_cache
+	find src tests benchmarks examples \( -name __pycache__ -o -name '*.egg-info' \) -type d -prune -exec rm -rf {} +
