@@ -1,0 +1,268 @@
+"""The whole configuration, and the one way to read it: `Config.load`.
+
+A configuration is a JSON or TOML file, JSON text, a dict or a `Config`; a file written for DeepSpeed is recognised by
+its keys and mapped. Everything wrong with it is reported in one ConfigError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import PrivateAttr, ValidationError
+
+from trilithon.config import sources
+from trilithon.config.base import Count, NonNegativeReal, Section, describe, dotted, kind_of, show
+from trilithon.config.batch import BatchConfig
+from trilithon.config.comm import CommConfig
+from trilithon.config.deepspeed_json import read_deepspeed, recognise
+from trilithon.config.monitor import MonitorConfig
+from trilithon.config.naming import field_path, unknown_keys
+from trilithon.config.optimizer import OptimizerConfig
+from trilithon.config.origin import (
+    DEFAULT,
+    Draft,
+    Origin,
+    OriginKind,
+    Problem,
+    Source,
+    leaves,
+    plain,
+    raise_if_any,
+    values_of,
+)
+from trilithon.config.precision import Fp16, Fp32, PrecisionConfig
+from trilithon.config.schedule import ScheduleConfig
+from trilithon.config.zero import ZeroConfig
+from trilithon.errors import ConfigError
+
+
+class Config(Section):  # noqa: PLW1641 (pydantic gives frozen classes their __hash__)
+    """Everything a training run is told. Each part is handed to the package that reads it."""
+
+    seed: Count = 0
+    """Seed of every random generator; each rank adds what it needs to differ."""
+    batch: BatchConfig = BatchConfig()
+    """Sizes of batches."""
+    precision: PrecisionConfig = Fp32()
+    """Number format of parameters: "fp32", "bf16", "fp16", or a block with its settings."""
+    zero: ZeroConfig = ZeroConfig()
+    """How state is cut over the data-parallel ranks."""
+    comm: CommConfig = CommConfig()
+    """How ranks talk."""
+    optimizer: OptimizerConfig | None = None
+    """The update rule: its name, or a block with its settings. null: the caller passes an optimizer."""
+    lr_schedule: ScheduleConfig | None = None
+    """The learning-rate schedule: its name, or a block with its settings. null: the rate stays as it is."""
+    clip_norm: NonNegativeReal = 0.0
+    """Largest 2-norm of the whole gradient; a larger one is scaled down to it. 0 turns clipping off."""
+    monitor: MonitorConfig = MonitorConfig()
+    """What is recorded."""
+
+    _sources: dict[str, Source] = PrivateAttr(default_factory=dict)
+    _notes: tuple[str, ...] = PrivateAttr(default=())
+    _private: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal settings make equal configurations, wherever they came from."""
+        if not isinstance(other, Config):
+            return NotImplemented
+        return self.__dict__ == other.__dict__
+
+    @classmethod
+    def load(
+        cls,
+        source: Path | str | Mapping[str, Any] | Config,
+        *,
+        overrides: Mapping[str, Any] | None = None,
+        auto: Mapping[str, Any] | None = None,
+        expected: Mapping[str, Any] | None = None,
+        deepspeed_release: str = "0.19",
+    ) -> Config:
+        """Read a configuration; the arguments are those of `examine`. Raises one ConfigError listing all problems."""
+        found = examine(source, overrides=overrides, auto=auto, expected=expected, deepspeed_release=deepspeed_release)
+        raise_if_any(list(found.problems))
+        assert found.config is not None, "a configuration without problems was built"
+        return found.config
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Settings that were accepted but have no effect, or mean something slightly different here."""
+        return self._notes
+
+    @property
+    def private(self) -> Mapping[str, Any]:
+        """Top-level keys that begin with an underscore, such as "_notes": carried along and never read by us."""
+        return dict(self._private)
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What reading a configuration found. `config` is None when there are problems."""
+
+    config: Config | None
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    where: str
+    format: Literal["native", "deepspeed"]
+
+
+def examine(
+    source: Path | str | Mapping[str, Any] | Config,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    auto: Mapping[str, Any] | None = None,
+    expected: Mapping[str, Any] | None = None,
+    deepspeed_release: str = "0.19",
+) -> Examined:
+    """Read a configuration and report instead of raising.
+
+    source: path of a JSON or TOML file, JSON text, a dict, or a Config. DeepSpeed files are recognised by their keys.
+    overrides: values that win, by dotted native key ("zero.stage") or as nested blocks.
+    auto: values for keys a DeepSpeed file leaves as "auto", by dotted DeepSpeed key.
+    expected: values the caller computed from its own arguments, by dotted key of the file's own format; each "auto" is
+        filled from them and each different value is a problem.
+    deepspeed_release: "0.19" or "0.16", whose defaults a DeepSpeed file relies on.
+    """
+    draft, form = _draft(source, auto or {}, expected or {}, deepspeed_release)
+    _apply_overrides(draft, overrides or {})
+    for key, text in unknown_keys(draft.values, Config):
+        _add_problem(draft, key, f"{key}: {text}")
+    config = _build(draft)
+    if config is not None:
+        draft.notes.extend(_without_effect(config, draft))
+        config._sources = {key: draft.source_of(key) for key, _ in values_of(config)}
+        config._notes, config._private = tuple(draft.notes), draft.private
+    return Examined(config, tuple(draft.problems), tuple(draft.notes), draft.where, form)
+
+
+def explain(config: Config) -> list[Origin]:
+    """Every value in force with its origin, in the order of the reference."""
+    by_hand = {} if config._sources else {key: Source("argument", "Config", key) for key, _ in leaves(plain(config))}
+    return [
+        Origin(key, value, config._sources.get(key) or by_hand.get(key, DEFAULT)) for key, value in values_of(config)
+    ]
+
+
+def _draft(
+    source: object, auto: Mapping[str, Any], expected: Mapping[str, Any], release: str
+) -> tuple[Draft, Literal["native", "deepspeed"]]:
+    """The native draft of any source, still unchecked, and the format it was written in."""
+    if isinstance(source, Config):
+        draft = Draft("Config", values=plain(source), private=dict(source._private))
+        draft.sources = {origin.key: origin.source for origin in explain(source) if origin.kind != "default"}
+        _compare(draft, expected)
+        return draft, "native"
+    if isinstance(source, (str, Path)):
+        raw, where = sources.read(source)
+        kind: OriginKind = "file"
+    elif isinstance(source, Mapping):
+        raw, where, kind = plain(source), "config", "argument"
+    else:
+        raise ConfigError(
+            f"a configuration cannot be read from {show(source)} ({kind_of(source)}): give a path, JSON text, a dict "
+            "or a Config."
+        )
+    draft = Draft(where)
+    for name in [name for name in raw if not isinstance(name, str)]:
+        draft.problem(show(name), f"{show(name)}: a key must be text, not {kind_of(name)}")
+    draft.private = {name: value for name, value in raw.items() if isinstance(name, str) and name.startswith("_")}
+    raw = {name: value for name, value in raw.items() if isinstance(name, str) and not name.startswith("_")}
+    form = recognise(raw, Config.model_fields, where)
+    if form == "deepspeed":
+        read_deepspeed(raw, draft, auto=auto, expected=expected, release=release)
+        return draft, form
+    draft.values = raw
+    draft.sources = {key: Source(kind, where, key) for key, _ in leaves(raw)}
+    _compare(draft, expected)
+    return draft, form
+
+
+def _compare(draft: Draft, expected: Mapping[str, Any]) -> None:
+    """A problem for each native key whose value is not the one the caller computed."""
+    given = dict(leaves(draft.values))
+    for key, value in leaves(expected):
+        if key in given and given[key] != value:
+            draft.problem(key, f"{key}={show(given[key])}, but the caller's arguments say {show(value)}; change one")
+
+
+def _apply_overrides(draft: Draft, overrides: Mapping[str, Any]) -> None:
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and value:
+            for below, leaf in leaves(plain(value), f"{key}."):
+                draft.put(below, leaf, Source("override", "override", below))
+        else:
+            draft.put(str(key), plain(value), Source("override", "override", str(key)))
+
+
+def _add_problem(draft: Draft, key: str, text: str) -> None:
+    """Report a problem with a native key under the name and file its value was written in."""
+    source = draft.sources.get(key) or next(
+        (source for leaf, source in draft.sources.items() if leaf.startswith(key + ".")), None
+    )
+    if source is None or source.kind in ("default", "derived"):
+        draft.problem(key, text)
+    elif source.kind == "deepspeed" and key in draft.sources:
+        draft.problem(source.key, source.key + text.removeprefix(key) + f" (it becomes {key})", source.where)
+    else:
+        draft.problem(key, text, source.where)
+
+
+def _build(draft: Draft) -> Config | None:
+    """The configuration of a draft, or None after adding each value's problem to the draft."""
+    try:
+        config = Config.model_validate(draft.values)
+    except ValidationError as error:
+        found: dict[str, list[Any]] = {}
+        for item in error.errors():
+            if item["type"] not in ("extra_forbidden", "union_tag_invalid", "union_tag_not_found"):  # reported already
+                found.setdefault(dotted(field_path(Config, item["loc"])), []).append(item)
+        for key, items in found.items():
+            text = describe(key, items[0])
+            others = [describe("", item).partition(": ")[2] for item in items[1:]]
+            _add_problem(draft, key, " or ".join([text, *dict.fromkeys(other for other in others if other)]))
+        if not draft.problems:  # an error of a kind the walk over the keys was expected to report
+            draft.problem("", f"not a valid configuration: {describe('', error.errors()[0])}")
+        return None
+    return None if draft.problems else config
+
+
+_STAGE_3_ONLY = (
+    "reshard_after_forward",
+    "prefetch_numel",
+    "max_live_numel",
+    "persist_below_numel",
+    "persist_total_numel",
+    "unit_classes",
+    "keep_gathered",
+)
+_DYNAMIC_SCALE_ONLY = (
+    "initial_scale_power",
+    "window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_scale",
+    "max_scale",
+    "give_up_after",
+)
+
+
+def _without_effect(config: Config, draft: Draft) -> list[str]:
+    """Notes on settings that were written down but do nothing in this combination."""
+    zero, monitor = config.zero, config.monitor
+    idle = []
+    if zero.stage < 3:
+        why = f"no effect, because zero.stage is {zero.stage}, and only stage 3 gathers parameters"
+        idle += [(f"zero.{name}", why) for name in _STAGE_3_ONLY]
+    if monitor.folder is None:
+        why = "no effect, because monitor.folder is not given"
+        idle += [(f"monitor.{name}", why) for name in ("jsonl", "csv", "tensorboard") if getattr(monitor, name)]
+    if isinstance(config.precision, Fp16) and config.precision.loss_scale > 0:
+        why = f"no effect, because precision.loss_scale={config.precision.loss_scale:g} fixes the scale"
+        idle += [(f"precision.{name}", why) for name in _DYNAMIC_SCALE_ONLY]
+    if zero.persist_below_numel == 0 and zero.stage == 3:
+        idle.append(("zero.persist_total_numel", "no effect, because zero.persist_below_numel is 0"))
+    written = ("file", "argument", "override", "deepspeed")
+    return [f"{source.key or key}: {why}" for key, why in idle if (source := draft.source_of(key)).kind in written]
