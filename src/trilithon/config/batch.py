@@ -106,7 +106,7 @@ def _contradiction(size: int, micro: int | None, steps: int | None, ranks: int) 
     if micro is None or steps is None:
         factors = [str(value) for value in (micro, steps) if value is not None]
         return (
-            f"{text}a multiple of {' x '.join([*factors, str(ranks)])} = {unit}. Change batch.global_size; the nearest "
+            f"{text}a multiple of {' x '.join([*factors, str(ranks)])}{f' = {unit}' if factors else ''}. Change batch.global_size; the nearest "
             f"sizes that work: {_nearest(size, unit)}."
         )
     ways = [f"batch.global_size to {unit}"]

@@ -29,7 +29,7 @@ class Source:
             case "derived":
                 return f"derived: {self.why}" if self.why else "derived"
             case "override":
-                return f"{self.where}:{self.key}" if self.where else "override"
+                return self.where
         return f"{self.where}:{self.key}"
 
 
@@ -70,8 +70,10 @@ class Draft:
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, Source] = field(default_factory=dict)
     private: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)  # native key -> the key of the file that would set it
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unfinished: bool = False  # values are missing for a reason that was reported, so that their absence is not
 
     def problem(self, key: str, text: str, where: str | None = None) -> None:
         """Record that `key` is wrong; `text` begins with the key."""
