@@ -47,7 +47,10 @@ def show(value: Any) -> str:
     """A value as it appears in a message: its `repr`, shortened."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = 60
-    return short.repr(value)
+    try:
+        return short.repr(value)
+    except ValueError:  # a whole number with thousands of digits
+        return f"<{type(value).__name__} too long to show>"
 
 
 def kind_of(value: Any) -> str:

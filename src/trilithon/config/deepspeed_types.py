@@ -117,7 +117,7 @@ def read_optimizer(reader: Reader, block: Any) -> None:
     kind = "adam" if name.lower() == "adam" and params.get("adam_w_mode", True) is False else rule.kind
     reader.put("optimizer.kind", kind, "optimizer.type")
     tables = {rule.kind: rule.keys for rule in _OPTIMIZERS.values()}
-    reader.walk(_own(reader, name, params, rule.keys, tables, "optimizer.params."), rule.keys, "optimizer.params.")
+    reader.walk(_own(reader, "optimizer.params.", name, params, rule.keys, tables), rule.keys, "optimizer.params.")
     for key, value in rule.defaults.items():
         if params.get(key) is None and not (key == "weight_decay" and params.get("torch_adam") is True):
             reader.derive(f"optimizer.{key}", value, f"DeepSpeed's default for {name}")
@@ -143,7 +143,7 @@ def read_scheduler(reader: Reader, block: Any) -> None:
     reader.draft.names.update({f"lr_schedule.{key}": f"scheduler.params.{key}" for key in table})
     table["last_batch_iteration"] = Only((-1, None), "a schedule begins at its start; a checkpoint moves it on")
     tables = {other: dict.fromkeys(section.model_fields) for other, section in _SCHEDULERS.items()}
-    reader.walk(_own(reader, name, params, table, tables, "scheduler.params."), table, "scheduler.params.")
+    reader.walk(_own(reader, "scheduler.params.", name, params, table, tables), table, "scheduler.params.")
     if reader.release != "0.16":
         return
     steps = params.get("warmup_num_steps")
@@ -153,13 +153,13 @@ def read_scheduler(reader: Reader, block: Any) -> None:
         reader.derive("lr_schedule.warmup_max_lr", 0.001, "DeepSpeed 0.16's default")
 
 
-def _own(
+def _own(  # noqa: PLR0917
     reader: Reader,
+    prefix: str,
     name: str,
     params: Mapping[str, Any],
     table: Mapping[str, Entry],
     tables: Mapping[str, Mapping[str, object]],
-    prefix: str,
 ) -> Mapping[str, Any]:
     """The parameters without those that only another type has; each of these is a problem."""
     kept = {}

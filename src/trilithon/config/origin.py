@@ -98,8 +98,9 @@ class Draft:
         here[name] = value
         for old in [old for old in self.sources if old == key or old.startswith(key + ".")]:
             del self.sources[old]
-        for leaf in [key] if not isinstance(value, Mapping) else [f"{key}.{path}" for path, _ in leaves(value)]:
-            self.sources[leaf] = source
+        self.sources[key] = source
+        if isinstance(value, Mapping):
+            self.sources.update({f"{key}.{path}": source for path, _ in leaves(value)})
 
     def source_of(self, key: str) -> Source:
         """The source of a leaf of the finished configuration."""

@@ -170,7 +170,11 @@ def _draft(
         raw, where = sources.read(source)
         kind: OriginKind = "file"
     elif isinstance(source, Mapping):
-        raw, where, kind = plain(source), "config", "argument"
+        where, kind = "config", "argument"
+        try:
+            raw = plain(source)
+        except RecursionError:
+            raise ConfigError("config: its blocks are nested without end; give a finite dict.") from None
     else:
         raise ConfigError(
             f"a configuration cannot be read from {show(source)} ({kind_of(source)}): give a path, JSON text, a dict "
