@@ -70,7 +70,7 @@ def run(  # noqa: PLR0917 (options of a command line)
             deepspeed_release=deepspeed_release,
         )
     except ConfigError as error:
-        found = Examined(None, (Problem(file, "", str(error)),), (), file, "native")
+        found = Examined(None, (Problem(file, "", str(error).removeprefix(f"{file}: ")),), (), file, "native")
     problems = list(found.problems)
     batch = None
     if found.config is not None and world_size is not None:
@@ -117,8 +117,7 @@ def _print_json(found: Examined, problems: list[Problem], batch: dict[str, int] 
 
 def _print_text(found: Examined, problems: list[Problem], batch: dict[str, int] | None) -> None:
     for problem in dict.fromkeys(problems):
-        text = str(problem)
-        typer.echo(text if text.startswith(problem.where) else f"{problem.where}: {text}", err=True)
+        typer.echo(str(problem), err=True)
     if problems:
         typer.echo(f"{len(problems)} problem{'s' * (len(problems) > 1)} found.", err=True)
     if found.config is None:

@@ -84,7 +84,7 @@ def describe(key: str, error: Any) -> str:
         message = "must be a list"
     if error["type"] == "extra_forbidden":
         return f"{key}: unknown key"
-    if error["type"] == "value_error" or isinstance(given, (dict, BaseModel)):
+    if error["type"] == "value_error":
         return f"{key}: {message}" if key else message
     return f"{key}={show(given)} ({kind_of(given)}): {message}"
 

@@ -99,7 +99,9 @@ def test_data_parallel_size_divides_the_world_by_the_model_parallel_size():
 
 def test_resolving_from_the_whole_configuration_says_where_each_size_was_written():
     config = Config.load({"batch": {"micro_size": 3}}, overrides={"batch.global_size": 100})
-    with pytest.raises(ConfigError, match=r"global_size comes from override; batch\.micro_size comes from config:batch"):
+    with pytest.raises(
+        ConfigError, match=r"global_size comes from override; batch\.micro_size comes from config:batch"
+    ):
         config.resolve_batch(8)
     sized = Config.load(config, overrides={"batch.global_size": 96})
     assert sized.resolve_batch(8) == sized.batch.resolve(8)

@@ -131,7 +131,9 @@ def test_a_dict_that_contains_itself_is_refused():
 
 def test_all_problems_come_at_once_each_with_file_and_key(tmp_path):
     file = tmp_path / "config.json"
-    file.write_text('{"seed": "7", "zero": {"stge": 2, "clip_norm": 1}, "clip_nrom": 1, "batch": 3, "precision": "bf61"}')
+    file.write_text(
+        '{"seed": "7", "zero": {"stge": 2, "clip_norm": 1}, "clip_nrom": 1, "batch": 3, "precision": "bf61"}'
+    )
     with pytest.raises(ConfigError) as caught:
         Config.load(file, overrides={"zero.stage": 9})
     lines = str(caught.value).splitlines()
@@ -226,7 +228,9 @@ def test_values_without_effect_are_noted():
     def noted(block):
         return " | ".join(Config.load(block).notes)
 
-    assert "zero.prefetch_numel: no effect, because zero.stage is 2" in noted({"zero": {"stage": 2, "prefetch_numel": 1}})
+    assert "zero.prefetch_numel: no effect, because zero.stage is 2" in noted(
+        {"zero": {"stage": 2, "prefetch_numel": 1}}
+    )
     assert noted({"zero": {"stage": 3, "prefetch_numel": 1}}) == ""
     assert "monitor.csv: no effect" in noted({"monitor": {"csv": True}})
     assert noted({"monitor": {"csv": True, "folder": "runs"}}) == ""
