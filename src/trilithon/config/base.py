@@ -47,7 +47,10 @@ def show(value: Any) -> str:
     """A value as it appears in a message: its `repr`, shortened."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = 60
-    return short.repr(value)
+    try:
+        return short.repr(value)
+    except ValueError:  # a whole number with thousands of digits
+        return f"<{type(value).__name__} too long to show>"
 
 
 def kind_of(value: Any) -> str:
@@ -81,7 +84,7 @@ def describe(key: str, error: Any) -> str:
         message = "must be a list"
     if error["type"] == "extra_forbidden":
         return f"{key}: unknown key"
-    if error["type"] == "value_error" or isinstance(given, (dict, BaseModel)):
+    if error["type"] == "value_error":
         return f"{key}: {message}" if key else message
     return f"{key}={show(given)} ({kind_of(given)}): {message}"
 

@@ -104,10 +104,11 @@ def _contradiction(size: int, micro: int | None, steps: int | None, ranks: int) 
     unit = (micro or 1) * (steps or 1) * ranks
     text = f"{named}{missing} do not go together on {ranks} data-parallel ranks: global_size must be "
     if micro is None or steps is None:
-        factors = [str(value) for value in (micro, steps) if value is not None]
+        product = " x ".join(str(value) for value in (micro, steps, ranks) if value is not None)
+        multiple = product if product == str(unit) else f"{product} = {unit}"
         return (
-            f"{text}a multiple of {' x '.join([*factors, str(ranks)])} = {unit}. Change batch.global_size; the nearest "
-            f"sizes that work: {_nearest(size, unit)}."
+            f"{text}a multiple of {multiple}. Change batch.global_size; the nearest sizes that work: "
+            f"{_nearest(size, unit)}."
         )
     ways = [f"batch.global_size to {unit}"]
     if size % (micro * ranks) == 0:

@@ -79,17 +79,24 @@ def choose(classes: tuple[type[Section], ...], value: Mapping[str, Any]) -> type
 def unknown_keys(raw: Mapping[str, Any], root: type[Section]) -> Iterator[tuple[str, str]]:
     """(dotted key, what to do about it) for each unknown key of a nested block, and for each kind that is wrong."""
     everywhere = list(every_key(root))
-    yield from _unknown(raw, root, "", everywhere)
+    yield from _unknown(raw, root, (root,), "", everywhere)
 
 
 def _unknown(
-    raw: Mapping[str, Any], cls: type[Section], prefix: str, everywhere: list[tuple[str, str]]
+    raw: Mapping[str, Any],
+    cls: type[Section],
+    siblings: tuple[type[Section], ...],
+    prefix: str,
+    everywhere: list[tuple[str, str]],
 ) -> Iterator[tuple[str, str]]:
+    """As `unknown_keys`, for a block read as `cls`; siblings are the other kinds it might have been."""
     for name, given in raw.items():
         value: Any = given
         field = cls.model_fields.get(name)
         if field is None:
-            yield f"{prefix}{name}", f"unknown key; {advice(name, prefix, cls.model_fields, everywhere)}"
+            owners = [str(kind_name(other)) for other in siblings if name in other.model_fields]
+            text = f"unknown key; {advice(name, prefix, cls.model_fields, everywhere)}"
+            yield f"{prefix}{name}", f"not a key of {kind_name(cls)}; {_either(owners)} has it" if owners else text
             continue
         classes = sections_of(field.annotation)
         if len(classes) > 1 and isinstance(value, str):
@@ -98,7 +105,7 @@ def _unknown(
             continue
         chosen = choose(classes, value)
         if chosen is not None:
-            yield from _unknown(value, chosen, f"{prefix}{name}.", everywhere)
+            yield from _unknown(value, chosen, classes, f"{prefix}{name}.", everywhere)
             continue
         kinds = [known for known in map(kind_name, classes) if known]
         kind = value.get("kind")

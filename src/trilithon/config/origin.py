@@ -29,7 +29,7 @@ class Source:
             case "derived":
                 return f"derived: {self.why}" if self.why else "derived"
             case "override":
-                return f"{self.where}:{self.key}" if self.where else "override"
+                return self.where
         return f"{self.where}:{self.key}"
 
 
@@ -70,8 +70,10 @@ class Draft:
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, Source] = field(default_factory=dict)
     private: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)  # native key -> the key of the file that would set it
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unfinished: bool = False  # values are missing for a reason that was reported, so that their absence is not
 
     def problem(self, key: str, text: str, where: str | None = None) -> None:
         """Record that `key` is wrong; `text` begins with the key."""
@@ -96,8 +98,9 @@ class Draft:
         here[name] = value
         for old in [old for old in self.sources if old == key or old.startswith(key + ".")]:
             del self.sources[old]
-        for leaf in [key] if not isinstance(value, Mapping) else [f"{key}.{path}" for path, _ in leaves(value)]:
-            self.sources[leaf] = source
+        self.sources[key] = source
+        if isinstance(value, Mapping):
+            self.sources.update({f"{key}.{path}": source for path, _ in leaves(value)})
 
     def source_of(self, key: str) -> Source:
         """The source of a leaf of the finished configuration."""

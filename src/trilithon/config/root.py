@@ -15,9 +15,9 @@ from pydantic import PrivateAttr, ValidationError
 
 from trilithon.config import sources
 from trilithon.config.base import Count, NonNegativeReal, Section, describe, dotted, kind_of, show
-from trilithon.config.batch import BatchConfig
+from trilithon.config.batch import BatchConfig, ResolvedBatch
 from trilithon.config.comm import CommConfig
-from trilithon.config.deepspeed_json import read_deepspeed, recognise
+from trilithon.config.deepspeed_json import check_batch, read_deepspeed, recognise
 from trilithon.config.monitor import MonitorConfig
 from trilithon.config.naming import field_path, unknown_keys
 from trilithon.config.optimizer import OptimizerConfig
@@ -87,6 +87,15 @@ class Config(Section):  # noqa: PLW1641 (pydantic gives frozen classes their __h
         assert found.config is not None, "a configuration without problems was built"
         return found.config
 
+    def resolve_batch(self, data_parallel_size: int | None) -> ResolvedBatch:
+        """`batch.resolve`, and an error that also says where each size was written."""
+        try:
+            return self.batch.resolve(data_parallel_size)
+        except ConfigError as error:
+            sizes = [item for item in explain(self) if item.key.startswith("batch.") and item.value is not None]
+            written = "; ".join(f"{item.key} comes from {item.source}" for item in sizes)
+            raise ConfigError(f"{error} ({written}.)" if written else str(error)) from None
+
     @property
     def notes(self) -> tuple[str, ...]:
         """Settings that were accepted but have no effect, or mean something slightly different here."""
@@ -128,6 +137,8 @@ def examine(
     """
     draft, form = _draft(source, auto or {}, expected or {}, deepspeed_release)
     _apply_overrides(draft, overrides or {})
+    if form == "deepspeed":
+        check_batch(draft)
     for key, text in unknown_keys(draft.values, Config):
         _add_problem(draft, key, f"{key}: {text}")
     config = _build(draft)
@@ -159,7 +170,11 @@ def _draft(
         raw, where = sources.read(source)
         kind: OriginKind = "file"
     elif isinstance(source, Mapping):
-        raw, where, kind = plain(source), "config", "argument"
+        where, kind = "config", "argument"
+        try:
+            raw = plain(source)
+        except RecursionError:
+            raise ConfigError("config: its blocks are nested without end; give a finite dict.") from None
     else:
         raise ConfigError(
             f"a configuration cannot be read from {show(source)} ({kind_of(source)}): give a path, JSON text, a dict "
@@ -170,10 +185,12 @@ def _draft(
         draft.problem(show(name), f"{show(name)}: a key must be text, not {kind_of(name)}")
     draft.private = {name: value for name, value in raw.items() if isinstance(name, str) and name.startswith("_")}
     raw = {name: value for name, value in raw.items() if isinstance(name, str) and not name.startswith("_")}
-    form = recognise(raw, Config.model_fields, where)
+    form = recognise(raw, Config.model_fields, draft)
     if form == "deepspeed":
-        read_deepspeed(raw, draft, auto=auto, expected=expected, release=release)
+        read_deepspeed(raw, draft, native=Config.model_fields, auto=auto, expected=expected, release=release)
         return draft, form
+    if draft.problems:  # keys of both formats: those of the other one are not reported again
+        raw = {name: value for name, value in raw.items() if name in Config.model_fields}
     draft.values = raw
     draft.sources = {key: Source(kind, where, key) for key, _ in leaves(raw)}
     _compare(draft, expected)
@@ -189,8 +206,9 @@ def _compare(draft: Draft, expected: Mapping[str, Any]) -> None:
 
 
 def _apply_overrides(draft: Draft, overrides: Mapping[str, Any]) -> None:
+    """Set each override; a block that names its kind replaces the whole choice, another one only its own keys."""
     for key, value in overrides.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and "kind" not in value:
             for below, leaf in leaves(plain(value), f"{key}."):
                 draft.put(below, leaf, Source("override", "override", below))
         else:
@@ -199,15 +217,20 @@ def _apply_overrides(draft: Draft, overrides: Mapping[str, Any]) -> None:
 
 def _add_problem(draft: Draft, key: str, text: str) -> None:
     """Report a problem with a native key under the name and file its value was written in."""
-    source = draft.sources.get(key) or next(
-        (source for leaf, source in draft.sources.items() if leaf.startswith(key + ".")), None
-    )
-    if source is None or source.kind in ("default", "derived"):
-        draft.problem(key, text)
-    elif source.kind == "deepspeed" and key in draft.sources:
-        draft.problem(source.key, source.key + text.removeprefix(key) + f" (it becomes {key})", source.where)
+    above = key
+    while above and above not in draft.sources:  # a problem inside a list belongs to the key that holds the list
+        above = above.rpartition(".")[0]
+    source = draft.sources.get(above)
+    if source is None:
+        below = [source for leaf, source in draft.sources.items() if leaf.startswith(key + ".")]
+        written = draft.names.get(key, key)
+        text = written + text.removeprefix(key) if written != key else text
+        draft.problem(written, text, next((source.where for source in below if source.where), None))
+    elif source.key and source.key != above:
+        written = source.key + key.removeprefix(above)
+        draft.problem(written, written + text.removeprefix(key) + f" (it becomes {above})", source.where)
     else:
-        draft.problem(key, text, source.where)
+        draft.problem(key, text, source.where or None)
 
 
 def _build(draft: Draft) -> Config | None:
@@ -217,6 +240,8 @@ def _build(draft: Draft) -> Config | None:
     except ValidationError as error:
         found: dict[str, list[Any]] = {}
         for item in error.errors():
+            if item["type"] == "missing" and draft.unfinished:
+                continue
             if item["type"] not in ("extra_forbidden", "union_tag_invalid", "union_tag_not_found"):  # reported already
                 found.setdefault(dotted(field_path(Config, item["loc"])), []).append(item)
         for key, items in found.items():

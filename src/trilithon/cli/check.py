@@ -1,0 +1,149 @@
+"""`trilithon check FILE`: everything that is wrong with a configuration, or every value in force and its origin.
+
+Needs no torch and no process group; `--world-size` solves the batch sizes for that many data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from trilithon.config.origin import Problem
+from trilithon.config.root import Config, Examined, examine, explain
+from trilithon.config.schema import deepspeed_reference, json_schema, reference
+from trilithon.config.sources import parse_json
+from trilithon.errors import ConfigError
+
+
+def run(  # noqa: PLR0917 (options of a command line)
+    file: Annotated[
+        str | None, typer.Argument(metavar="FILE", help="JSON or TOML file of trilithon, or JSON file of DeepSpeed.")
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", "-n", help="Solve the batch sizes for this many data-parallel ranks.")
+    ] = None,
+    deepspeed_release: Annotated[
+        Literal["0.19", "0.16"],
+        typer.Option("--deepspeed-release", help="Release whose defaults a DeepSpeed file relies on."),
+    ] = "0.19",
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value, as in --set zero.stage=2.")
+    ] = None,
+    auto: Annotated[
+        list[str] | None, typer.Option("--auto", metavar="KEY=VALUE", help='Value for an "auto" of a DeepSpeed file.')
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of trilithon's own format.")] = False,
+    show_reference: Annotated[bool, typer.Option("--reference", help="Print the reference of all keys.")] = False,
+    show_deepspeed: Annotated[
+        bool, typer.Option("--deepspeed-reference", help="Print what becomes of each key of a DeepSpeed file.")
+    ] = False,
+) -> None:
+    """Check a configuration file, and explain every value in force.
+
+    Exit status: 0 all is well, 1 problems were found (all of them are listed), 2 wrong usage.
+
+    Examples:
+
+    trilithon check config.json
+
+    trilithon check ds_config.json --world-size 8 --deepspeed-release 0.16
+
+    trilithon check config.toml --set zero.stage=3 --json
+
+    trilithon check --schema > trilithon.schema.json
+    """
+    if schema or show_reference or show_deepspeed:
+        typer.echo(json.dumps(json_schema(), indent=2) if schema else reference() if show_reference else "", nl=schema)
+        typer.echo(deepspeed_reference() if show_deepspeed and not schema else "", nl=False)
+        return
+    if file is None:
+        raise typer.BadParameter("name the file to check, or ask for --schema or --reference.", param_hint="FILE")
+    try:
+        found = examine(
+            Path(file),
+            overrides=_assignments(changes, "--set"),
+            auto=_assignments(auto, "--auto"),
+            deepspeed_release=deepspeed_release,
+        )
+    except ConfigError as error:
+        found = Examined(None, (Problem(file, "", str(error).removeprefix(f"{file}: ")),), (), file, "native")
+    problems = list(found.problems)
+    batch = None
+    if found.config is not None and world_size is not None:
+        try:
+            batch = found.config.resolve_batch(world_size).model_dump()
+        except ConfigError as error:
+            problems.append(Problem(found.where, "batch", str(error)))
+    _print_json(found, problems, batch) if as_json else _print_text(found, problems, batch)
+    raise typer.Exit(1 if problems else 0)
+
+
+def _assignments(pairs: list[str] | None, option: str) -> dict[str, Any]:
+    """["zero.stage=2"] -> {"zero.stage": 2}; a value that is not JSON is text."""
+    values = {}
+    for pair in pairs or []:
+        key, sign, text = pair.partition("=")
+        if not sign or not key:
+            raise typer.BadParameter(f"{pair!r} is not KEY=VALUE.", param_hint=option)
+        try:
+            values[key] = parse_json(f'{{"value": {text}}}', option)["value"]
+        except ConfigError:
+            values[key] = text
+    return values
+
+
+def _print_json(found: Examined, problems: list[Problem], batch: dict[str, int] | None) -> None:
+    result: dict[str, Any] = {
+        "ok": not problems,
+        "file": found.where,
+        "format": found.format,
+        "problems": [{"where": item.where, "key": item.key, "text": item.text} for item in problems],
+        "notes": list(found.notes),
+        "batch": batch,
+        "config": None,
+        "origins": None,
+    }
+    if found.config is not None:
+        result["config"] = found.config.model_dump(mode="json")
+        result["origins"] = {
+            item.key: {"kind": item.kind, "source": str(item.source)} for item in explain(found.config)
+        }
+    typer.echo(json.dumps(result, indent=2))
+
+
+def _print_text(found: Examined, problems: list[Problem], batch: dict[str, int] | None) -> None:
+    for problem in dict.fromkeys(problems):
+        typer.echo(str(problem), err=True)
+    if problems:
+        typer.echo(f"{len(problems)} problem{'s' * (len(problems) > 1)} found.", err=True)
+    if found.config is None:
+        return
+    typer.echo(
+        f"{found.where}: read as {'a DeepSpeed file' if found.format == 'deepspeed' else 'a trilithon configuration'}\n"
+    )
+    _print_table(found.config)
+    if found.notes:
+        typer.echo("\nNotes:")
+        for note in found.notes:
+            typer.echo(f"  {note}")
+    if batch is not None:
+        typer.echo(
+            f"\nBatch on {batch['data_parallel_size']} data-parallel ranks: global size {batch['global_size']} = "
+            f"{batch['micro_size']} (micro) x {batch['accumulation']} (accumulation) x {batch['data_parallel_size']}"
+        )
+
+
+def _print_table(config: Config) -> None:
+    rows = [("key", "value", "origin")]
+    rows += [(item.key, _json_text(item.value), str(item.source)) for item in explain(config)]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for key, value, origin in rows:
+        typer.echo(f"{key:<{widths[0]}}  {value:<{widths[1]}}  {origin}")
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value, default=str)

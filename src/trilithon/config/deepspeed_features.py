@@ -1,0 +1,187 @@
+"""DeepSpeed features that this version does not have, with the keys they use: refused when on, noted when off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trilithon.config.deepspeed_rules import (
+    Block,
+    Entry,
+    Feature,
+    Idle,
+    Only,
+    any_enabled,
+    enabled,
+    placed,
+    present,
+    same,
+)
+
+
+def _named(*names: str) -> dict[str, Entry]:
+    """Keys that matter only for their spelling, because the feature they belong to is off or refused."""
+    return {name: Idle("the feature is off") for name in names}
+
+
+def _tensor_parallel(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return present(value)
+    sizes = [value.get("autotp_size", 0)]
+    below = value.get("tp")
+    sizes += [below.get("tp_size", 1)] if isinstance(below, Mapping) else []
+    return any(not (same(size, 0) or same(size, 1)) for size in sizes)
+
+
+def _deep_compile(value: Any) -> bool:
+    return value.get("deepcompile", False) is not False if isinstance(value, Mapping) else present(value)
+
+
+OFFLOAD_OPTIMIZER = Feature(
+    "keeping optimizer state in host memory or on disk",
+    placed,
+    'set device to "none" or leave the block out',
+    _named(
+        *("device", "nvme_path", "buffer_count", "pin_memory", "pipeline_read", "pipeline_write", "pipeline"),
+        *("fast_init", "ratio", "super_offload", "cpuadam_cores_perc"),
+    ),
+)
+OFFLOAD_PARAM = Feature(
+    "keeping parameters in host memory or on disk",
+    placed,
+    'set device to "none" or leave the block out',
+    _named("device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"),
+)
+ZENFLOW = Feature(
+    "ZenFlow",
+    present,
+    "leave the block out",
+    _named(
+        *("topk_ratio", "select_strategy", "select_interval", "update_interval", "overlap_step", "offload"),
+        *("auto_ratio", "full_warm_up_rounds", "pt_reserved_cores_perc"),
+    ),
+)
+
+_RECOMPUTE = "recomputing activations through the configuration is not in this version; wrap blocks of the model in "
+_RECOMPUTE += "torch.utils.checkpoint, and set this to false"
+ACTIVATION_CHECKPOINTING = Block(
+    {
+        "partition_activations": Only((False, None), _RECOMPUTE),
+        "cpu_checkpointing": Only((False, None), _RECOMPUTE),
+        "contiguous_memory_optimization": Only((False, None), _RECOMPUTE),
+        "contiguous_checkpointing": Only((False, None), _RECOMPUTE),
+        "number_checkpoints": Idle("it only says how many activation checkpoints lie in one buffer"),
+        "synchronize_checkpoint_boundary": Idle("nothing is recomputed by this version", "flag"),
+        "profile": Idle("nothing is recomputed by this version", "flag"),
+    }
+)
+
+_PIPELINE = "pipeline parallelism is not in this version; leave the key out"
+PIPELINE = Block(
+    {
+        "stages": Only(("auto", 1, None), _PIPELINE),
+        "partition": Only(("best", None), _PIPELINE),
+        "seed_layers": Only((False, None), _PIPELINE),
+        "activation_checkpoint_interval": Only((0, None), _PIPELINE),
+        "pipe_partitioned": Only((True, None), _PIPELINE),
+        "grad_partitioned": Only((True, None), _PIPELINE),
+        "use_reentrant": Only((True, False, None), _PIPELINE),
+    }
+)
+
+_ENABLED = 'set "enabled" to false or leave the block out'
+FEATURES: dict[str, Entry] = {
+    "activation_checkpointing": ACTIVATION_CHECKPOINTING,
+    "pipeline": PIPELINE,
+    "tensor_parallel": Feature(
+        "tensor parallelism",
+        _tensor_parallel,
+        "set autotp_size to 0 or leave the block out",
+        _named(
+            *("enabled", "autotp_size", "dtype", "tp_overlap_comm", "preset_model", "partition_config", "tp"),
+            *("vocab_parallel_lm_head", "vocab_parallel_ce_backend", "injection_policy_tuple"),
+            *("keep_module_on_host", "replace_with_kernel_inject"),
+        ),
+    ),
+    "expert_parallel": Feature("splitting experts over ranks", enabled, _ENABLED),
+    "data_efficiency": Feature(
+        "the data-efficiency pipeline (curriculum, dynamic batching, random layer-token dropping)",
+        any_enabled,
+        _ENABLED,
+        _named("enabled", "seed", "data_sampling", "data_routing"),
+    ),
+    "curriculum_learning": Feature(
+        "curriculum learning",
+        enabled,
+        _ENABLED,
+        _named(
+            *("enabled", "curriculum_type", "min_difficulty", "max_difficulty", "schedule_type", "schedule_config"),
+        ),
+    ),
+    "progressive_layer_drop": Feature(
+        "progressive layer dropping", enabled, _ENABLED, _named("enabled", "theta", "gamma")
+    ),
+    "compression_training": Feature(
+        "compression during training",
+        any_enabled,
+        "leave the block out",
+        _named(
+            *("layer_reduction", "weight_quantization", "activation_quantization", "sparse_pruning", "row_pruning"),
+            *("head_pruning", "channel_pruning"),
+        ),
+    ),
+    "elasticity": Feature(
+        "choosing batch sizes from a range of world sizes",
+        enabled,
+        _ENABLED + ", and give two of the three batch sizes",
+        _named(
+            *("enabled", "max_train_batch_size", "micro_batch_sizes", "min_gpus", "max_gpus", "min_time"),
+            *("prefer_larger_batch", "prefer_larger_batch_size", "ignore_non_elastic_batch_info", "version"),
+            *("num_gpus_per_node", "model_parallel_size"),
+        ),
+    ),
+    "autotuning": Feature("autotuning", enabled, _ENABLED),
+    "wandb": Feature(
+        "logging to Weights & Biases",
+        enabled,
+        _ENABLED + "; csv_monitor and tensorboard are there",
+        _named("enabled", "group", "team", "project"),
+    ),
+    "comet": Feature(
+        "logging to Comet",
+        enabled,
+        _ENABLED + "; csv_monitor and tensorboard are there",
+        _named(
+            *("enabled", "samples_log_interval", "project", "workspace", "api_key", "experiment_name"),
+            *("experiment_key", "online", "mode"),
+        ),
+    ),
+    "hybrid_engine": Feature(
+        "the hybrid engine for training and generation",
+        enabled,
+        _ENABLED,
+        _named(
+            *("enabled", "max_out_tokens", "inference_tp_size", "release_inference_cache", "pin_parameters"),
+            *("tp_gather_partition_size", "enable_cuda_graph"),
+        ),
+    ),
+    "compile": Feature("compiling the schedule of collectives", _deep_compile, "set deepcompile to false"),
+    "torch_autocast": Feature(
+        "autocasting instead of casting the model",
+        enabled,
+        _ENABLED + "; fp16 and bf16 cast the model",
+        _named("enabled", "dtype", "lower_precision_safe_modules"),
+    ),
+    "amp": Feature("Apex AMP", enabled, _ENABLED + "; fp16 and bf16 cast the model"),
+    "msamp": Feature("MS-AMP (fp8)", enabled, _ENABLED, _named("enabled", "opt_level")),
+    "nebula": Feature("the Nebula checkpoint service", enabled, _ENABLED),
+    "eigenvalue": Feature("eigenvalues of the Hessian", enabled, _ENABLED),
+    "quantize_training": Feature("quantisation during training (MoQ)", enabled, _ENABLED),
+    "sparse_attention": Feature("sparse attention", present, "leave the block out"),
+    "weight_quantization": Feature("weight quantisation", present, "leave the block out"),
+    "sparse_gradients": Feature("sparse gradients", present, "set it to false; embeddings then have dense gradients"),
+    "graph_harvesting": Feature("graph harvesting", present, "set it to false"),
+    "datastates_ckpt": Feature("the DataStates checkpoint engine", present, "leave it out"),
+    "use_data_before_expert_parallelism": Feature("splitting experts over ranks", present, "set it to false"),
+    "sequence_parallel_size": Only((1, None), "cutting sequences over ranks is not in this version; set it to 1"),
+}

@@ -1,0 +1,497 @@
+"""DeepSpeed files: every key is mapped, refused with a reason, or noted; nothing disappears silently."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from trilithon.config import Adagrad, Adam, AdamW, Bf16, Config, Fp16, Fp32, Lamb, Lion, Sgd, examine, explain
+from trilithon.config.deepspeed_keys import TABLE
+from trilithon.config.deepspeed_rules import table_keys
+from trilithon.errors import ConfigError
+
+BATCH = {"train_micro_batch_size_per_gpu": 1}
+
+
+def load(block=None, **kwargs):
+    return Config.load({**BATCH, **(block or {})}, **kwargs)
+
+
+def problems_of(block=None, **kwargs):
+    return [str(problem) for problem in examine({**BATCH, **(block or {})}, **kwargs).problems]
+
+
+def noted(config, key):
+    return [note for note in config.notes if note.startswith(f"{key}: ")]
+
+
+@pytest.mark.parametrize(
+    ("block", "form"),
+    [
+        ({}, "native"),
+        ({"seed": 1}, "native"),
+        ({"optimizer": {"kind": "adam"}}, "native"),
+        ({"optimizer": "adam"}, "native"),
+        ({"optimizer": {"type": "Adam"}}, "deepspeed"),
+        ({"optimizer": {"params": {}}}, "deepspeed"),
+        ({"train_batch_size": 1}, "deepspeed"),
+        ({"gradient_clipp1ng": 1}, "deepspeed"),
+        ({"clip_nrom": 1}, "native"),
+        ({"_zero_optimization": 1}, "native"),
+        ({"zero_optimization.stage": 1}, "deepspeed"),
+        ({"qqq": 1}, "native"),
+    ],
+)
+def test_the_format_is_recognised_by_its_keys(block, form):
+    assert examine(block).format == form
+
+
+def test_keys_of_both_formats_are_refused_with_the_names_to_use():
+    with pytest.raises(ConfigError, match=r"trilithon \(zero\) and keys of DeepSpeed \(gradient_clipping \(clip_norm"):
+        Config.load({"zero": {"stage": 1}, "gradient_clipping": 1.0})
+    with pytest.raises(ConfigError, match=r"trilithon \(seed\) and keys of DeepSpeed"):
+        Config.load({"seed": 1, "train_batch_size": 4, "zero_optimization": {"stage": 1}})
+
+
+def test_the_keys_of_a_usual_file_become_ours(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(
+        json.dumps(
+            {
+                "train_batch_size": 32,
+                "train_micro_batch_size_per_gpu": 4,
+                "gradient_clipping": 0.5,
+                "steps_per_print": 20,
+                "communication_data_type": "float32",
+                "data_types": {"grad_accum_dtype": "bfloat16", "param_dtype": "bf16"},
+                "bf16": {"enabled": True, "check_grad_overflow": False},
+                "zero_optimization": {
+                    "stage": 3,
+                    "reduce_bucket_size": 5e8,
+                    "overlap_comm": False,
+                    "stage3_prefetch_bucket_size": 1e6,
+                    "stage3_param_persistence_threshold": 100,
+                    "stage3_model_persistence_threshold": 9223372036854775807,
+                    "stage3_max_live_parameters": 1e9,
+                    "leaf_module": {"classes": "Block"},
+                },
+            }
+        )
+    )
+    config = Config.load(file)
+    assert config.batch.resolve(2).accumulation == 4
+    assert (config.clip_norm, config.monitor.every) == (0.5, 20)
+    assert config.precision == Bf16(non_finite="ignore")
+    zero = config.zero
+    assert (zero.stage, zero.bucket_numel, zero.overlap) == (3, 500_000_000, False)
+    assert (zero.prefetch_numel, zero.persist_below_numel, zero.persist_total_numel) == (10**6, 100, 2**63 - 1)
+    assert (zero.max_live_numel, zero.comm_dtype, zero.accumulate_dtype) == (10**9, "fp32", "bf16")
+    assert zero.unit_classes == ("Block",)
+    origins = {item.key: item for item in explain(config)}
+    assert str(origins["zero.bucket_numel"].source) == f"{file}:zero_optimization.reduce_bucket_size"
+    assert origins["zero.bucket_numel"].kind == "deepspeed"
+
+
+@pytest.mark.parametrize("short", ["prefetch_bucket_size", "max_live_parameters", "param_persistence_threshold"])
+def test_stage_3_keys_are_known_without_their_prefix_but_not_twice(short):
+    assert (
+        load({"zero_optimization": {"stage": 3, short: 7}}).zero
+        == load({"zero_optimization": {"stage": 3, f"stage3_{short}": 7}}).zero
+    )
+    found = problems_of({"zero_optimization": {"stage": 3, short: 7, f"stage3_{short}": 8}})
+    assert any("sets the same thing" in problem for problem in found)
+
+
+def test_loss_scale_settings_become_ours():
+    block = {"enabled": True, "loss_scale_window": 5, "hysteresis": 3, "min_loss_scale": 2, "initial_scale_power": 32}
+    precision = load({"fp16": {**block, "consecutive_hysteresis": True, "auto_cast": False}}).precision
+    assert precision == Fp16(
+        window=5,
+        hysteresis=3,
+        min_scale=2,
+        initial_scale_power=32,
+        max_scale=2.0**32,
+        consecutive_hysteresis=True,
+        cast_inputs=False,
+        give_up_after=1,
+    )
+    assert load({"fp16": {"enabled": True, "loss_scale": 128}}).precision.loss_scale == 128
+
+
+def test_a_block_that_is_off_has_no_effect_and_says_so():
+    config = load({"fp16": {"enabled": False, "loss_scale": 128}, "zero_optimization": {"stage": 1}})
+    assert config.precision == Fp32()
+    assert noted(config, "fp16.loss_scale") == ["fp16.loss_scale: no effect, because fp16.enabled is not true"]
+    assert any("did you mean fp16.loss_scale?" in p for p in problems_of({"fp16": {"enabled": False, "los_scale": 1}}))
+
+
+def test_two_number_formats_at_once_are_refused():
+    on = {"enabled": True}
+    assert any("both true" in problem for problem in problems_of({"fp16": on, "bf16": on}))
+    assert any("both true" in problem for problem in problems_of({"bf16": on, "bfloat16": on}))
+    assert any("in force is fp32" in p for p in problems_of({"data_types": {"param_dtype": "fp16"}}))
+
+
+@pytest.mark.parametrize(("release", "clip"), [("0.19", 1.0), ("0.16", 0.0)])
+def test_absent_clipping_follows_the_release(release, clip):
+    config = load(deepspeed_release=release)
+    assert config.clip_norm == clip
+    origin = next(item for item in explain(config) if item.key == "clip_norm")
+    assert origin.kind == "derived"
+    assert f"DeepSpeed {release}" in str(origin.source)
+    assert load({"gradient_clipping": 0.25}, deepspeed_release=release).clip_norm == 0.25
+    assert load({"gradient_clipping": 0}, deepspeed_release=release).clip_norm == 0.0
+
+
+def test_an_unknown_release_is_refused():
+    with pytest.raises(ConfigError, match=r"deepspeed_release='0\.1'"):
+        load(deepspeed_release="0.1")
+
+
+def test_the_global_or_the_micro_batch_is_needed_unless_overridden():
+    for block in ({"zero_optimization": {}}, {"gradient_accumulation_steps": 2}):
+        with pytest.raises(ConfigError, match="train_batch_size and train_micro_batch_size_per_gpu are both missing"):
+            Config.load(block)
+    config = Config.load({"gradient_accumulation_steps": 2}, overrides={"batch.micro_size": 3})
+    assert config.batch.resolve(4).global_size == 24
+
+
+@pytest.mark.parametrize("value", [math.inf, None])
+def test_never_printing_is_quiet(value):
+    assert load({"steps_per_print": value}).monitor.quiet
+    assert not load({"steps_per_print": 5}).monitor.quiet
+    assert any("steps_per_print=0 " in problem for problem in problems_of({"steps_per_print": 0}))
+
+
+def test_dotted_keys_are_noted_as_idle():
+    config = load({"zero_optimization.reduce_bucket_size": 0.9, "zero_optimization": {"stage": 2}})
+    assert config.zero.bucket_numel is None
+    assert len(noted(config, "zero_optimization.reduce_bucket_size")) == 1
+    assert any("unknown key" in problem for problem in problems_of({"zero_optimisation.stage": 2}))
+
+
+def test_old_boolean_form_of_zero():
+    assert load({"zero_optimization": True}).zero.stage == 1
+    assert load({"zero_optimization": False}).zero.stage == 0
+    assert noted(load({"zero_optimization": True}), "zero_optimization")
+
+
+ON = [
+    ("zero_optimization.offload_optimizer", {"device": "cpu"}, {"device": "none", "pin_memory": True}),
+    ("zero_optimization.offload_param", {"device": "nvme", "nvme_path": "/x"}, {"device": "none", "nvme_path": None}),
+    ("zero_optimization.cpu_offload", True, False),
+    ("zero_optimization.zero_quantized_weights", True, False),
+    ("zero_optimization.zero_hpz_partition_size", 8, 1),
+    ("zero_optimization.mics_shard_size", 4, -1),
+    ("zero_optimization.zenflow", {"topk_ratio": 0.1}, None),
+    ("activation_checkpointing.partition_activations", True, False),
+    ("pipeline.stages", 4, "auto"),
+    ("tensor_parallel", {"autotp_size": 2}, {"autotp_size": 0}),
+    ("expert_parallel", {"enabled": True}, {"enabled": False}),
+    ("elasticity", {"enabled": True, "micro_batch_sizes": [2]}, {"enabled": False}),
+    ("curriculum_learning", {"enabled": True}, {"enabled": False, "min_difficulty": 8}),
+    ("progressive_layer_drop", {"enabled": True, "theta": 0.5}, {"enabled": False}),
+    (
+        "compression_training",
+        {"sparse_pruning": {"shared_parameters": {"enabled": True}}},
+        {"sparse_pruning": {"shared_parameters": {"enabled": False}}},
+    ),
+    ("data_efficiency", {"enabled": True}, {"enabled": False, "seed": 1}),
+    ("wandb", {"enabled": True}, {"enabled": False}),
+    ("comet", {"enabled": True}, {"enabled": False}),
+    ("amp", {"enabled": True, "opt_level": "O1"}, {"enabled": False}),
+    ("torch_autocast", {"enabled": True}, {"enabled": False}),
+    ("sparse_attention", {"mode": "fixed"}, None),
+    ("sparse_gradients", True, False),
+    ("hybrid_engine", {"enabled": True}, {"enabled": False}),
+    ("autotuning", {"enabled": True}, {"enabled": False}),
+    ("compile", {"deepcompile": True}, {"deepcompile": False}),
+    ("sequence_parallel_size", 2, 1),
+    ("gradient_allreduce_op", "sum", "mean"),
+    ("managed_gradient_accumulation", False, True),
+    ("checkpoint.load_universal", True, False),
+    ("fp16.fp16_master_weights_and_grads", True, False),
+    ("bf16.bf16_master_weights_and_grads", True, False),
+]
+
+
+def nested(key, value):
+    first, _, rest = key.partition(".")
+    if not rest:
+        return {first: value}
+    switch = {"enabled": True} if first in ("fp16", "bf16") else {}
+    return {first: {**switch, rest: value}}
+
+
+@pytest.mark.parametrize(("key", "on", "off"), ON, ids=[key for key, _, _ in ON])
+def test_what_is_not_in_this_version_is_refused_by_name_and_noted_when_off(key, on, off):
+    found = problems_of(nested(key, on))
+    assert any(problem.startswith(f"config: {key}") for problem in found), found
+    assert noted(load(nested(key, off)), key)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"type": "Adam", "params": {"lr": 0.1}}, AdamW(lr=0.1, weight_decay=0)),
+        ({"type": "adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}, Adam(weight_decay=0.1)),
+        ({"type": "AdamW"}, AdamW(weight_decay=0)),
+        ({"type": "AdamW", "params": {"torch_adam": True}}, AdamW(weight_decay=0.01)),
+        (
+            {"type": "AdamW", "params": {"betas": [0.8, 0.9], "eps": 1e-6}},
+            AdamW(betas=(0.8, 0.9), eps=1e-6, weight_decay=0),
+        ),
+        ({"type": "SGD", "params": {"momentum": 0.9, "nesterov": True}}, Sgd(lr=1e-3, momentum=0.9, nesterov=True)),
+        ({"type": "Lion"}, Lion(lr=1e-3, betas=(0.9, 0.999))),
+        ({"type": "Adagrad", "params": {"eps": 1e-9}}, Adagrad(eps=1e-9)),
+        ({"type": "Lamb", "params": {"max_coeff": 5, "min_coeff": 0.1}}, Lamb(max_ratio=5, min_ratio=0.1)),
+    ],
+)
+def test_optimizers_become_ours_with_deepspeeds_defaults(given, expected):
+    assert load({"optimizer": given}).optimizer == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ({"type": "Adm"}, "optimizer.type='Adm': unknown; did you mean Adam?"),
+        ({"type": "OneBitAdam"}, "optimizer.type='OneBitAdam': optimizers with 1-bit communication"),
+        ({"type": "Muon"}, "not in this version"),
+        ({"type": "RMSprop"}, "not in this version"),
+        ({"type": 3}, "optimizer.type: 3 (a whole number) must be text"),
+        ({"params": {"lr": 1}}, "optimizer.type: missing"),
+        ({"type": "Adam", "params": 3}, "optimizer.params=3"),
+        ({"type": "Adam", "params": {"max_grad_norm": 1}}, "optimizer.params.max_grad_norm=1: clipping"),
+        ({"type": "Adam", "params": {"learning_rate": 1}}, "optimizer.params.learning_rate: unknown key"),
+        ({"type": "Adam", "params": {"momentum": 1}}, "optimizer.params.momentum: not a parameter of Adam; sgd"),
+        ({"type": "Adam", "params": {"amsgrad": True}}, "optimizer.params.amsgrad=True"),
+        ({"type": "Adam", "params": {"lr": "x"}}, "optimizer.params.lr='x' (text): must be a number (it becomes"),
+        ({"type": "Adam", "parms": {}}, "optimizer.parms: unknown key"),
+        (3, "optimizer=3"),
+    ],
+)
+def test_optimizer_mistakes_are_named(given, part):
+    found = problems_of({"optimizer": given})
+    assert any(part in problem for problem in found), found
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "params"),
+    [
+        ("WarmupLR", "warmup_lr", {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 5}),
+        ("WarmupDecayLR", "warmup_decay_lr", {"total_num_steps": 50, "warmup_type": "linear"}),
+        ("WarmupCosineLR", "warmup_cosine_lr", {"total_num_steps": 50, "cos_min_ratio": 0.1}),
+        ("OneCycle", "one_cycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 10}),
+        ("LRRangeTest", "lr_range_test", {"lr_range_test_min_lr": [0.1, 0.2], "lr_range_test_staircase": True}),
+    ],
+)
+def test_schedulers_become_ours_under_the_same_parameter_names(name, kind, params):
+    schedule = load({"scheduler": {"type": name, "params": {**params, "last_batch_iteration": -1}}}).lr_schedule
+    assert schedule.kind == kind
+    for key, value in params.items():
+        assert getattr(schedule, key) == (tuple(value) if isinstance(value, list) else value)
+
+
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ({"type": "WarmupLr"}, "scheduler.type='WarmupLr': unknown; did you mean WarmupLR?"),
+        ({"type": "StepLR"}, "scheduler.type='StepLR': unknown"),
+        ({"params": {}}, "scheduler.type: missing"),
+        ({"type": "WarmupDecayLR"}, "scheduler.params.total_num_steps: missing"),
+        ({"type": "WarmupLR", "params": {"total_num_steps": 5}}, "not a parameter of WarmupLR; WarmupDecayLR and"),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "scheduler.params.warmup_num_steps=0"),
+        ({"type": "WarmupLR", "params": {"warmup_type": "cubic"}}, "scheduler.params.warmup_type='cubic'"),
+        ({"type": "WarmupLR", "params": {"kind": "x"}}, "scheduler.params.kind: unknown key"),
+    ],
+)
+def test_scheduler_mistakes_are_named(given, part):
+    found = problems_of({"scheduler": given})
+    assert any(part in problem for problem in found), found
+
+
+def test_schedulers_follow_the_release():
+    warm = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -3}}}
+    schedule = load(warm, deepspeed_release="0.16").lr_schedule
+    assert (schedule.warmup_num_steps, schedule.warmup_max_lr) == (2, 0.001)
+    assert load({"scheduler": {"type": "WarmupLR"}}).lr_schedule.warmup_max_lr is None
+
+
+def test_monitors_share_one_folder():
+    board = {"enabled": True, "output_path": "out/", "job_name": "a"}
+    monitor = load({"tensorboard": board, "csv_monitor": {"enabled": False}}).monitor
+    assert (monitor.folder, monitor.tensorboard, monitor.csv) == (Path("out/a"), True, False)
+    both = load({"tensorboard": board, "csv_monitor": {**board, "job_name": "b"}})
+    assert both.monitor.csv
+    assert "out/b" in noted(both, "csv_monitor")[0]
+    assert any("tensorboard.job_name=3" in p for p in problems_of({"tensorboard": {**board, "job_name": 3}}))
+    assert load({"flops_profiler": {"enabled": True, "profile_step": 7}}).monitor.profile_step == 7
+    assert load({"flops_profiler": {"enabled": False, "profile_step": 7}}).monitor.profile_step is None
+
+
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "fp16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+    "pipeline": {"stages": "auto"},
+}
+VALUES = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "fp16.enabled": True,
+    "optimizer.params.lr": 0.25,
+    "scheduler.params.total_num_steps": 9,
+    "zero_optimization.reduce_bucket_size": 64,
+}
+
+
+def test_auto_values_are_filled_by_the_caller():
+    config = Config.load(AUTO, auto=VALUES)
+    assert config.batch.resolve(2).micro_size == 4
+    assert (config.precision.kind, config.optimizer.lr, config.zero.bucket_numel) == ("fp16", 0.25, 64)
+    origin = next(item for item in explain(config) if item.key == "optimizer.lr")
+    assert str(origin.source) == "caller's arguments:optimizer.params.lr"
+    assert Config.load(AUTO, expected=VALUES) == config
+
+
+def test_each_leftover_auto_is_named_and_nothing_else_is():
+    with pytest.raises(ConfigError) as caught:
+        Config.load(AUTO)
+    lines = str(caught.value).splitlines()[1:]
+    assert sorted(line.split('="auto"')[0].removeprefix("  - config: ") for line in lines) == sorted(VALUES)
+
+
+def test_values_of_the_wrong_type_are_named_by_the_key_in_the_file():
+    cases = {
+        "train_micro_batch_size_per_gpu": "8",
+        "gradient_clipping": {"a": 1},
+        "prescale_gradients": "yes",
+        "zero_optimization": 3,
+        "fp16": [True],
+        "steps_per_print": "often",
+        "vocabulary_size": 1.5,
+    }
+    for key, value in cases.items():
+        found = problems_of({key: value})
+        assert any(problem.startswith(f"config: {key}=") for problem in found), (key, found)
+    found = problems_of({"zero_optimization": {"reduce_bucket_size": 0.5, "contiguous_gradients": 1}})
+    assert any("zero_optimization.reduce_bucket_size=0.5" in problem for problem in found)
+    assert any("zero_optimization.contiguous_gradients=1: must be true or false" in problem for problem in found)
+    assert any("fp16.enabled='yes'" in problem for problem in problems_of({"fp16": {"enabled": "yes"}}))
+
+
+def test_underscore_keys_are_carried():
+    config = load({"_notes": {"anything": [1]}})
+    assert config.private == {"_notes": {"anything": [1]}}
+    assert config.notes == ()
+
+
+DOCUMENTED = """
+train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping steps_per_print
+wall_clock_breakdown memory_breakdown dump_state prescale_gradients gradient_predivide_factor gradient_allreduce_op
+communication_data_type seq_parallel_communication_data_type disable_allgather zero_allow_untested_optimizer
+zero_force_ds_cpu_optimizer dataloader_drop_last managed_gradient_accumulation disable_python_gc log_level
+vocabulary_size use_data_before_expert_parallelism sequence_parallel_size data_parallel_size
+fp16.enabled fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window fp16.hysteresis
+fp16.consecutive_hysteresis fp16.min_loss_scale fp16.auto_cast fp16.fp16_master_weights_and_grads bf16.enabled
+bfloat16.enabled bf16.immediate_grad_update bf16.check_grad_overflow bf16.bf16_master_weights_and_grads
+bf16.bf16_optimizer_states torch_autocast.enabled torch_autocast.dtype torch_autocast.lower_precision_safe_modules
+data_types.grad_accum_dtype data_types.param_dtype data_types.buffer_dtype data_types.keep_in_fp32_modules
+zero_optimization.stage zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
+zero_optimization.reduce_bucket_size zero_optimization.use_multi_rank_bucket_allreduce
+zero_optimization.allgather_partitions zero_optimization.allgather_bucket_size zero_optimization.overlap_comm
+zero_optimization.compute_grad_norm zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint
+zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
+zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size
+zero_optimization.offload_param.max_in_cpu zero_optimization.offload_param.pin_memory
+zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.nvme_path
+zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_optimizer.pin_memory
+zero_optimization.offload_optimizer.pipeline_read zero_optimization.offload_optimizer.pipeline_write
+zero_optimization.offload_optimizer.fast_init zero_optimization.offload_optimizer.ratio
+zero_optimization.offload_optimizer.super_offload zero_optimization.offload_optimizer.cpuadam_cores_perc
+zero_optimization.zenflow.topk_ratio zero_optimization.zenflow.select_strategy zero_optimization.sub_group_size
+zero_optimization.cpu_offload zero_optimization.cpu_offload_param zero_optimization.cpu_offload_use_pin_memory
+zero_optimization.stage3_prefetch_bucket_size zero_optimization.prefetch_bucket_size
+zero_optimization.stage3_param_persistence_threshold zero_optimization.stage3_model_persistence_threshold
+zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
+zero_optimization.stage3_gather_16bit_weights_on_model_save
+zero_optimization.stage3_gather_fp16_weights_on_model_save zero_optimization.stage3_module_granularity_threshold
+zero_optimization.stage3_use_all_reduce_for_fetch_params zero_optimization.stage3_allgather_sequential
+zero_optimization.ignore_unused_parameters zero_optimization.legacy_stage1 zero_optimization.round_robin_gradients
+zero_optimization.parameter_alignment zero_optimization.zero_hpz_partition_size
+zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_gradients
+zero_optimization.zero_quantized_nontrainable_weights zero_optimization.memory_efficient_linear
+zero_optimization.pipeline_loading_checkpoint zero_optimization.override_module_apply
+zero_optimization.log_trace_cache_warnings zero_optimization.enable_sanity_checks
+zero_optimization.save_muon_momentum_buffer_in_memory zero_optimization.leaf_module.classes
+zero_optimization.leaf_module.names zero_optimization.leaf_module.name_suffixes zero_optimization.mics_shard_size
+zero_optimization.mics_hierarchical_params_gather zero_optimization.zeropp_loco_param
+aio.block_size aio.queue_depth aio.intra_op_parallelism aio.thread_count aio.single_submit aio.overlap_events
+aio.use_gds optimizer scheduler activation_checkpointing.partition_activations
+activation_checkpointing.cpu_checkpointing activation_checkpointing.contiguous_memory_optimization
+activation_checkpointing.number_checkpoints activation_checkpointing.synchronize_checkpoint_boundary
+activation_checkpointing.profile pipeline.stages pipeline.partition pipeline.seed_layers
+pipeline.activation_checkpoint_interval pipeline.pipe_partitioned pipeline.grad_partitioned pipeline.use_reentrant
+tensor_parallel.autotp_size tensor_parallel.preset_model expert_parallel inference data_efficiency.enabled
+data_efficiency.seed data_efficiency.data_sampling data_efficiency.data_routing curriculum_learning.enabled
+curriculum_learning.curriculum_type progressive_layer_drop.theta progressive_layer_drop.gamma tensorboard.enabled
+tensorboard.output_path tensorboard.job_name wandb.enabled wandb.group wandb.team wandb.project csv_monitor.enabled
+csv_monitor.output_path csv_monitor.job_name comet.enabled comet.samples_log_interval flops_profiler.enabled
+flops_profiler.recompute_fwd_factor flops_profiler.profile_step flops_profiler.module_depth
+flops_profiler.top_modules flops_profiler.detailed flops_profiler.output_file comms_logger.enabled
+comms_logger.verbose comms_logger.prof_all comms_logger.debug comms_logger.prof_ops timers.throughput.enabled
+timers.throughput.synchronized autotuning checkpoint.tag_validation checkpoint.load_universal
+checkpoint.use_node_local_storage checkpoint.parallel_write.pipeline_stage checkpoint.checkpoint_serialization
+checkpoint.writer datastates_ckpt compile hybrid_engine.enabled hybrid_engine.max_out_tokens weight_quantization
+elasticity.enabled elasticity.max_train_batch_size elasticity.micro_batch_sizes elasticity.min_gpus
+elasticity.max_gpus elasticity.min_time elasticity.prefer_larger_batch elasticity.ignore_non_elastic_batch_info
+elasticity.version elasticity.num_gpus_per_node elasticity.model_parallel_size
+compression_training.layer_reduction compression_training.weight_quantization eigenvalue quantize_training
+sparse_attention amp nebula sparse_gradients graph_harvesting msamp
+""".split()
+
+
+def test_every_documented_key_is_in_the_tables():
+    known = {place for _, place in table_keys(TABLE)}
+    assert [key for key in DOCUMENTED if key not in known] == []
+
+
+def test_a_file_as_lightning_and_accelerate_write_it_loads():
+    config = Config.load(
+        {
+            "activation_checkpointing": {
+                "partition_activations": False,
+                "cpu_checkpointing": False,
+                "contiguous_memory_optimization": False,
+                "synchronize_checkpoint_boundary": False,
+            },
+            "aio": {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "thread_count": 1},
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {
+                "stage": 2,
+                "contiguous_gradients": True,
+                "overlap_comm": True,
+                "allgather_partitions": True,
+                "reduce_scatter": True,
+                "allgather_bucket_size": 200_000_000,
+                "reduce_bucket_size": 200_000_000,
+                "sub_group_size": 1_000_000_000_000,
+                "offload_optimizer": {"device": "none", "nvme_path": None},
+            },
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,
+            "train_micro_batch_size_per_gpu": 1,
+            "steps_per_print": math.inf,
+            "bf16": {"enabled": True},
+            "fp16": {"enabled": False, "auto_cast": True},
+        }
+    )
+    assert (config.zero.stage, config.zero.bucket_numel, config.clip_norm) == (2, 200_000_000, 0.0)
