@@ -27,6 +27,8 @@ from trilithon.errors import CollectiveError
 
 _FEW_BYTES = 1 << 15  # all_reduce: up to here one exchange of everything is cheaper than two of slices
 
+_SECOND_PHASE = 1 << 30  # keeps the two exchanges of one all_reduce apart
+
 
 class _Done:
     """A collective that was finished when it was issued."""
@@ -93,8 +95,7 @@ class Group:
         ranks = tuple(dist.get_process_group_ranks(process_group)) if process_group is not None else (0,)
         self._journal = Journal(name, ranks)
         self._watchdog = watchdog
-        if watchdog is not None:
-            watchdog.follow(self._journal)
+        self._watched = watchdog.follow(self._journal) if watchdog is not None else name
         self._pairs = PointToPoint(process_group) if process_group is not None else None
         self._buffers = ReceiveBuffers()
         self._add = add
@@ -238,7 +239,12 @@ class Group:
         return self._journal.issue(kind, tensor.dtype, tensor.numel(), tag)
 
     def _pending(self, call: Call, work: dist.Work | None, finish: Callable[[], None] | None = None) -> Handle:
-        return _Pending(self, call, work.wait if work is not None else lambda: None, finish)
+        """For work on a CUDA stream, where waiting does not block the host: the watchdog asks the work itself."""
+        if work is None:
+            return _DONE
+        if self._watchdog is not None:
+            self._watchdog.enter_streamed(call.kind, self._watched, call.tag, call.sequence, work.is_completed)
+        return _Pending(self, call, work.wait, finish)
 
     def _spread(self, call: Call, slices: list[Tensor]) -> Handle:
         """Send this rank's slice to all and receive theirs, in place."""
@@ -246,7 +252,9 @@ class Group:
             return _DONE
         peers = list(self._pairs.peers())
         exchange = self._pairs.exchange(
-            call.code, [(peer, slices[self._rank]) for peer in peers], [(peer, slices[peer]) for peer in peers]
+            call.code ^ _SECOND_PHASE,
+            [(peer, slices[self._rank]) for peer in peers],
+            [(peer, slices[peer]) for peer in peers],
         )
         return _Pending(self, call, exchange.wait, None)
 
@@ -293,14 +301,14 @@ class Group:
             if watchdog is None:
                 arrive()
                 return
-            watchdog.enter(call.kind, self.name, call.tag, call.sequence)
+            watchdog.enter(call.kind, self._watched, call.tag, call.sequence)
             try:
                 arrive()
             finally:
                 watchdog.leave()
         except RuntimeError as error:
             if watchdog is not None:
-                watchdog.connection_lost(self.name, call, error)
+                watchdog.connection_lost(self._watched, call, error)
             raise CollectiveError(
                 f"rank {self._rank} of group {self.name} lost a connection in call {call.sequence}, {call.signature} "
                 f"(step {call.tag.step}): {_first_line(error)} Look at the output of the other ranks: one of them "
