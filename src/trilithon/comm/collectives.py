@@ -20,7 +20,7 @@ from trilithon.comm import native
 from trilithon.comm.journal import Call, Journal
 from trilithon.comm.ledger import Ledger
 from trilithon.comm.ordered import Add, ordered_reduce, ordered_sum, refuse_unsupported
-from trilithon.comm.point_to_point import PointToPoint, ReceiveBuffers
+from trilithon.comm.point_to_point import ConnectionLostError, PointToPoint, ReceiveBuffers
 from trilithon.comm.watchdog import Watchdog
 from trilithon.contracts import Handle, ReduceOp, Tag
 from trilithon.errors import CollectiveError
@@ -306,13 +306,14 @@ class Group:
                 arrive()
             finally:
                 watchdog.leave()
-        except RuntimeError as error:
+        except ConnectionLostError as error:
+            peer = self._journal.ranks[error.peer]
             if watchdog is not None:
-                watchdog.connection_lost(self._watched, call, error)
+                watchdog.connection_lost(self._watched, call, peer, str(error))
             raise CollectiveError(
-                f"rank {self._rank} of group {self.name} lost a connection in call {call.sequence}, {call.signature} "
-                f"(step {call.tag.step}): {_first_line(error)} Look at the output of the other ranks: one of them "
-                "ended or failed first."
+                f"rank {self._rank} of group {self.name} lost its connection to rank {peer} in call {call.sequence}, "
+                f"{call.signature} (step {call.tag.step}): {error}. Look at the output of rank {peer}: it ended or "
+                "failed first."
             ) from error
 
 
@@ -321,7 +322,3 @@ def _slices(full: Tensor, world_size: int) -> list[Tensor]:
     flat = full.view(-1)
     length = -(-flat.numel() // world_size)
     return [flat[min(r * length, flat.numel()) : min((r + 1) * length, flat.numel())] for r in range(world_size)]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -54,6 +54,13 @@ def diagnose(states: Sequence[RankState]) -> Diagnosis:
         cause = f"{_named(gone)} ended without a word (killed, out of memory, or its host is unreachable)."
         return Diagnosis(_ranks(gone), awaited, cause, "Look at the output of that rank and at the kernel's log.")
     late = [s for s in states if s.rank in missing]
+    if any(s.status is Status.UNKNOWN for s in states):
+        return Diagnosis(
+            (),
+            awaited,
+            "the other ranks could not be asked.",
+            "Look at the output of rank 0 first: it hosts the store.",
+        )
     if not late:
         return Diagnosis(
             (),
@@ -113,7 +120,7 @@ def _missing(states: Sequence[RankState]) -> tuple[CallState | None, set[int]]:
             and other.groups[state.waits_in].ranks == group.ranks
             and any(known.sequence >= call.sequence for known in other.groups[state.waits_in].calls)
         }
-        missing = set(group.ranks) - arrived
+        missing = set(group.ranks) - arrived - {s.rank for s in states if s.status is Status.UNKNOWN}
         if missing:
             return call, missing
     return (waiting[0].waiting_call() if waiting else None), set()
@@ -155,6 +162,8 @@ def _explain(differs: Mismatch, states: Sequence[RankState]) -> Diagnosis:
 
 def _how(odd: CallState, common: CallState, history: Sequence[CallState], alone: bool) -> str:
     """Whether a rank skipped what the others do, made a call of its own, or just differs; told from their history."""
+    if (odd.kind, odd.module) == (common.kind, common.module):
+        return "has another size or dtype"
     known = [call.signature for call in history]
     if odd.signature not in known and alone:
         return "made a call that no other rank made"

@@ -26,7 +26,8 @@ class Status(StrEnum):
     OUTSIDE = "outside"  # running, between collectives
     RAISED = "raised"  # an exception ends it
     LEFT = "left"  # its program ended
-    GONE = "gone"  # no answer
+    GONE = "gone"  # no answer although it could have given one
+    UNKNOWN = "unknown"  # could not be asked
 
 
 @dataclass(frozen=True, slots=True)

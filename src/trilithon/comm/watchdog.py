@@ -36,6 +36,7 @@ _IDLE_TICK_S, _WAITING_TICK_S = 1.0, 0.25
 _SUSPECT_S = 1.0  # a wait longer than this makes the thread look at the other ranks' calls
 _GRACE_S = 2.5  # for the answers of the other ranks
 _PRINT_S = 4.0  # for the table to appear
+_AFTER_S = 0.7  # so that the rank that raised ends first: launchers blame the first process to fail
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,17 +115,17 @@ class Watchdog:
         self._streamed = [wait for wait in self._streamed if wait.completed is not None and not wait.completed()]
         self._streamed.append(Wait(kind, group, tag, sequence, time.monotonic(), completed))
 
-    def connection_lost(self, group: str, call: Call, error: BaseException) -> None:
-        """The transport lost a peer during `call`. Raises the alarm and returns only if no table could be printed."""
+    def connection_lost(self, group: str, call: Call, peer: int, said: str) -> None:
+        """The transport lost global rank `peer` during `call`: raise the alarm; returns if no table was printed."""
         if self._own is None or self._closed:
             return
-        self._lost = _said(error)
+        self._lost = f"to rank {peer}: {said}"
         waiting = Wait(call.kind, group, call.tag, call.sequence, time.monotonic())
         self._waits[threading.get_ident()] = waiting
         try:
-            self._own.sound(f"rank {self.rank} lost a connection in {call.signature}")
+            self._own.sound(f"rank {self.rank} lost its connection to rank {peer} in {call.signature}")
         except RuntimeError:
-            self._report_alone(f"rank {self.rank} lost its connections in {call.signature}")
+            self._report_alone(f"rank {self.rank} lost its connection to rank {peer} in {call.signature}", peer)
         self._wake.set()
         time.sleep(_GRACE_S + 2 * _PRINT_S)
         self.leave()
@@ -259,11 +260,13 @@ class Watchdog:
             self._report_alone(headline)
             return
         self._printed.set()
+        if any(state.status is Status.RAISED for state in states) and self._failure is None:
+            time.sleep(_AFTER_S)
         self._finish()
 
-    def _report_alone(self, headline: str) -> None:
-        """The store is gone, and with it the other ranks' answers."""
-        states = [RankState(rank, Status.GONE) for rank in range(self.world_size)]
+    def _report_alone(self, headline: str, lost: int = -1) -> None:
+        """The store is gone, and with it the other ranks' answers; `lost` is a rank known to have ended."""
+        states = [RankState(rank, Status.GONE if rank == lost else Status.UNKNOWN) for rank in range(self.world_size)]
         states[self.rank] = self._failure or self._state()
         _print(table(states, f"{headline}; the rendezvous store is gone, so only this rank is known"))
         self._printed.set()
@@ -290,12 +293,6 @@ class Watchdog:
         return RankState(
             self.rank, Status.WAITING, wait.group, wait.sequence, waited_s, line, error=self._lost, groups=groups
         )
-
-
-def _said(error: BaseException) -> str:
-    """What the transport reported, without its source location and advice."""
-    text = str(error).partition("] ")[2] or str(error) or type(error).__name__
-    return "connection closed by the other side" if "closed by peer" in text else text.splitlines()[0][:80]
 
 
 def _print(text: str) -> None:
