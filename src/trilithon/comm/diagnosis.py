@@ -6,7 +6,6 @@ never arrived. A difference in the journals is a fact; the other causes are wher
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -127,47 +126,60 @@ def _missing(states: Sequence[RankState]) -> tuple[CallState | None, set[int]]:
 
 
 def _explain(differs: Mismatch, states: Sequence[RankState]) -> Diagnosis:
-    """Say which ranks left the common order, and how, when there is a majority."""
-    counts = Counter(call.signature for call in differs.calls.values())
-    usual, votes = counts.most_common(1)[0]
+    """Say which ranks left the common order, and how; both sides when neither is more usual than the other."""
     advice = (
         "All ranks must make the same calls in the same order: look for a branch that depends on the rank or on data "
         "(uneven() allows different numbers of forwards), and for calls such as saving made by one rank only."
     )
-    if votes * 2 <= len(differs.calls):
+    at = f"at call {differs.sequence} of group {differs.group}"
+    history = [
+        call.signature
+        for call in next(state.groups[differs.group].calls for state in states if state.rank == min(differs.calls))
+        if call.sequence < differs.sequence
+    ]
+    usual = _usual({call.signature: 0 for call in differs.calls.values()}, differs, history)
+    if usual is None:
         said = "; ".join(f"rank {rank} calls {call.signature}" for rank, call in sorted(differs.calls.items()))
         first = differs.calls[min(differs.calls)]
-        return Diagnosis(
-            tuple(sorted(differs.calls)),
-            first,
-            f"the order differs at call {differs.sequence} of group {differs.group}: {said}.",
-            advice,
-        )
-    odd = {rank: call for rank, call in differs.calls.items() if call.signature != usual}
+        return Diagnosis(tuple(sorted(differs.calls)), first, f"the order differs {at}: {said}.", advice)
+    odd = {rank: call for rank, call in sorted(differs.calls.items()) if call.signature != usual}
     common = next(call for call in differs.calls.values() if call.signature == usual)
-    history = next(
-        state.groups[differs.group].calls
-        for state in states
-        if state.rank in differs.calls and state.rank not in odd and differs.group in state.groups
-    )
     said = "; ".join(
-        f"rank {rank} {_how(call, common, history, len(odd) == 1)}: it is in {call.signature} while the others wait "
-        f"for it in {usual}"
-        for rank, call in sorted(odd.items())
+        f"rank {rank} {_how(call, common, history)}: it is in {call.signature} while the others wait for it in {usual}"
+        for rank, call in odd.items()
     )
-    return Diagnosis(
-        tuple(sorted(odd)), common, f"at call {differs.sequence} of group {differs.group}, {said}.", advice
-    )
+    return Diagnosis(tuple(odd), common, f"{at}, {said}.", advice)
 
 
-def _how(odd: CallState, common: CallState, history: Sequence[CallState], alone: bool) -> str:
-    """Whether a rank skipped what the others do, made a call of its own, or just differs; told from their history."""
+def _usual(votes: dict[str, int], differs: Mismatch, history: Sequence[str]) -> str | None:
+    """The signature that was due: that of most ranks, else what the calls so far suggest; None when nothing does."""
+    for call in differs.calls.values():
+        votes[call.signature] += 1
+    ranked = sorted(votes, key=lambda signature: -votes[signature])
+    if votes[ranked[0]] > votes[ranked[1]]:
+        return ranked[0]
+    if len(ranked) > 2:
+        return None
+    one, other = ranked
+    if (one in history) != (other in history):
+        return one if one in history else other
+    one_was_next, other_was_next = _followed(one, other, history), _followed(other, one, history)
+    if one_was_next == other_was_next:
+        return None
+    return one if one_was_next else other
+
+
+def _followed(first: str, second: str, history: Sequence[str]) -> bool:
+    return any(pair == (first, second) for pair in pairwise(history))
+
+
+def _how(odd: CallState, common: CallState, history: Sequence[str]) -> str:
+    """Whether a rank skipped what was due, made a call of its own, or just differs; told from the calls so far."""
     if (odd.kind, odd.module) == (common.kind, common.module):
         return "has another size or dtype"
-    known = [call.signature for call in history]
-    if odd.signature not in known and alone:
+    if odd.signature not in history and common.signature in history:
         return "made a call that no other rank made"
-    if any(a == common.signature and b == odd.signature for a, b in pairwise(known)):
+    if _followed(common.signature, odd.signature, history):
         return f"skipped {common.module}"
     return "is in a different collective"
 
