@@ -19,11 +19,12 @@ from trilithon.comm import ledger as cost
 from trilithon.comm import native
 from trilithon.comm.journal import Call, Journal
 from trilithon.comm.ledger import Ledger
-from trilithon.comm.ordered import Add, ordered_reduce, ordered_sum, refuse_unsupported
+from trilithon.comm.ordered import Add, ordered_reduce, refuse_unsupported
 from trilithon.comm.point_to_point import ConnectionLostError, PointToPoint, ReceiveBuffers
 from trilithon.comm.watchdog import Watchdog
 from trilithon.contracts import Handle, ReduceOp, Tag
 from trilithon.errors import CollectiveError
+from trilithon.kernels import ordered_sum
 
 _FEW_BYTES = 1 << 15  # all_reduce: up to here one exchange of everything is cheaper than two of slices
 
@@ -74,7 +75,7 @@ class Group:
     Collectives that may be in flight at the same time in an order that differs between ranks (gathers that read ahead
     while reductions run) need a Group each, on its own process group. Handles of `all_reduce` are waited for in the
     order in which they were issued. `tag.module` must be the same on all ranks of a call. Counts into `ledger`; reports
-    waits to `watchdog`. `add` may be a faster `ordered_sum` with the same roundings.
+    waits to `watchdog`. `add` sums the pieces of a reduction; any replacement must round like `kernels.ordered_sum`.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Group:
         call = self._issue("reduce_scatter", full, tag, elements=(full.numel(), numel), sent=sent)
         slices, into = _slices(full, self._world_size), out.view(-1)
         if self._pairs is None or self._world_size == 1:
-            self._add(slices, into, scale, accumulate)
+            self._add(full.view(1, -1), into, scale, accumulate)
             return _DONE
         if full.is_cuda and self._process_group is not None:
             work, finish = native.reduce_scatter(
@@ -258,16 +259,19 @@ class Group:
         )
         return _Pending(self, call, exchange.wait, None)
 
-    def _collect(self, call: Call, slices: list[Tensor]) -> tuple[Callable[[], None], list[Tensor], Callable[[], None]]:
-        """Send every peer its slice and receive this rank's from each: (wait, pieces in rank order, give back)."""
+    def _collect(self, call: Call, slices: list[Tensor]) -> tuple[Callable[[], None], Tensor, Callable[[], None]]:
+        """Send every peer its slice and receive this rank's from each: (wait, pieces [W, n] in rank order, give back).
+
+        This rank's own piece is copied beside the others while theirs travel, so that the sum reads one block.
+        """
         assert self._pairs is not None
         mine, peers = slices[self._rank], list(self._pairs.peers())
-        received, buffer = self._buffers.take((self._world_size - 1) * mine.numel(), mine.dtype)
-        rows = iter(received.view(self._world_size - 1, mine.numel()))
-        pieces = [mine if r == self._rank else next(rows) for r in range(self._world_size)]
+        received, buffer = self._buffers.take(self._world_size * mine.numel(), mine.dtype)
+        pieces = received.view(self._world_size, mine.numel())
         exchange = self._pairs.exchange(
             call.code, [(peer, slices[peer]) for peer in peers], [(peer, pieces[peer]) for peer in peers]
         )
+        pieces[self._rank].copy_(mine)
         return exchange.wait, pieces, lambda: self._buffers.give(buffer)
 
     def _reduce_few(self, call: Call, flat: Tensor, op: ReduceOp) -> Handle:

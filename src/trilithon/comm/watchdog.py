@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -75,7 +76,8 @@ class Watchdog:
         self.world_size = world_size
         self._waits: dict[int, Wait] = {}
         self._streamed: list[Wait] = []
-        self._journals: dict[str, Journal] = {}
+        self._journals: weakref.WeakValueDictionary[str, Journal] = weakref.WeakValueDictionary()
+        self._named: Counter[str] = Counter()
         self._failure: RankState | None = None  # set once this rank raised or its program ends
         self._shown: Wait | None = None  # the wait for which this rank showed its calls
         self._lost = ""  # what the transport said when it lost a peer
@@ -91,11 +93,13 @@ class Watchdog:
         Watchdog._made += 1
 
     def follow(self, journal: Journal) -> str:
-        """Include a group's calls in what ranks compare; returns the name under which to `enter` its waits."""
-        name, again = journal.name, 1
-        while name in self._journals:
-            again += 1
-            name = f"{journal.name}#{again}"
+        """Include a group's calls in what ranks compare, while the journal lives; returns the name for its waits.
+
+        The second group of a name becomes "name#2", on every rank alike as long as they make them in the same order.
+        """
+        self._named[journal.name] += 1
+        again = self._named[journal.name]
+        name = journal.name if again == 1 else f"{journal.name}#{again}"
         self._journals[name] = journal
         if self._alarm is not None and self._thread is None:
             self._thread = threading.Thread(target=self._run, name="trilithon-watchdog", daemon=True)
