@@ -19,13 +19,16 @@ from trilithon.comm import ledger as cost
 from trilithon.comm import native
 from trilithon.comm.journal import Call, Journal
 from trilithon.comm.ledger import Ledger
-from trilithon.comm.ordered import Add, ordered_reduce, ordered_sum, refuse_unsupported
-from trilithon.comm.point_to_point import PointToPoint, ReceiveBuffers
+from trilithon.comm.ordered import Add, ordered_reduce, refuse_unsupported
+from trilithon.comm.point_to_point import ConnectionLostError, PointToPoint, ReceiveBuffers
 from trilithon.comm.watchdog import Watchdog
 from trilithon.contracts import Handle, ReduceOp, Tag
 from trilithon.errors import CollectiveError
+from trilithon.kernels import ordered_sum
 
 _FEW_BYTES = 1 << 15  # all_reduce: up to here one exchange of everything is cheaper than two of slices
+
+_SECOND_PHASE = 1 << 30  # keeps the two exchanges of one all_reduce apart
 
 
 class _Done:
@@ -72,7 +75,7 @@ class Group:
     Collectives that may be in flight at the same time in an order that differs between ranks (gathers that read ahead
     while reductions run) need a Group each, on its own process group. Handles of `all_reduce` are waited for in the
     order in which they were issued. `tag.module` must be the same on all ranks of a call. Counts into `ledger`; reports
-    waits to `watchdog`. `add` may be a faster `ordered_sum` with the same roundings.
+    waits to `watchdog`. `add` sums the pieces of a reduction; any replacement must round like `kernels.ordered_sum`.
     """
 
     def __init__(
@@ -93,8 +96,7 @@ class Group:
         ranks = tuple(dist.get_process_group_ranks(process_group)) if process_group is not None else (0,)
         self._journal = Journal(name, ranks)
         self._watchdog = watchdog
-        if watchdog is not None:
-            watchdog.follow(self._journal)
+        self._watched = watchdog.follow(self._journal) if watchdog is not None else name
         self._pairs = PointToPoint(process_group) if process_group is not None else None
         self._buffers = ReceiveBuffers()
         self._add = add
@@ -144,7 +146,7 @@ class Group:
         call = self._issue("reduce_scatter", full, tag, elements=(full.numel(), numel), sent=sent)
         slices, into = _slices(full, self._world_size), out.view(-1)
         if self._pairs is None or self._world_size == 1:
-            self._add(slices, into, scale, accumulate)
+            self._add(full.view(1, -1), into, scale, accumulate)
             return _DONE
         if full.is_cuda and self._process_group is not None:
             work, finish = native.reduce_scatter(
@@ -238,7 +240,12 @@ class Group:
         return self._journal.issue(kind, tensor.dtype, tensor.numel(), tag)
 
     def _pending(self, call: Call, work: dist.Work | None, finish: Callable[[], None] | None = None) -> Handle:
-        return _Pending(self, call, work.wait if work is not None else lambda: None, finish)
+        """For work on a CUDA stream, where waiting does not block the host: the watchdog asks the work itself."""
+        if work is None:
+            return _DONE
+        if self._watchdog is not None:
+            self._watchdog.enter_streamed(call.kind, self._watched, call.tag, call.sequence, work.is_completed)
+        return _Pending(self, call, work.wait, finish)
 
     def _spread(self, call: Call, slices: list[Tensor]) -> Handle:
         """Send this rank's slice to all and receive theirs, in place."""
@@ -246,20 +253,25 @@ class Group:
             return _DONE
         peers = list(self._pairs.peers())
         exchange = self._pairs.exchange(
-            call.code, [(peer, slices[self._rank]) for peer in peers], [(peer, slices[peer]) for peer in peers]
+            call.code ^ _SECOND_PHASE,
+            [(peer, slices[self._rank]) for peer in peers],
+            [(peer, slices[peer]) for peer in peers],
         )
         return _Pending(self, call, exchange.wait, None)
 
-    def _collect(self, call: Call, slices: list[Tensor]) -> tuple[Callable[[], None], list[Tensor], Callable[[], None]]:
-        """Send every peer its slice and receive this rank's from each: (wait, pieces in rank order, give back)."""
+    def _collect(self, call: Call, slices: list[Tensor]) -> tuple[Callable[[], None], Tensor, Callable[[], None]]:
+        """Send every peer its slice and receive this rank's from each: (wait, pieces [W, n] in rank order, give back).
+
+        This rank's own piece is copied beside the others while theirs travel, so that the sum reads one block.
+        """
         assert self._pairs is not None
         mine, peers = slices[self._rank], list(self._pairs.peers())
-        received, buffer = self._buffers.take((self._world_size - 1) * mine.numel(), mine.dtype)
-        rows = iter(received.view(self._world_size - 1, mine.numel()))
-        pieces = [mine if r == self._rank else next(rows) for r in range(self._world_size)]
+        received, buffer = self._buffers.take(self._world_size * mine.numel(), mine.dtype)
+        pieces = received.view(self._world_size, mine.numel())
         exchange = self._pairs.exchange(
             call.code, [(peer, slices[peer]) for peer in peers], [(peer, pieces[peer]) for peer in peers]
         )
+        pieces[self._rank].copy_(mine)
         return exchange.wait, pieces, lambda: self._buffers.give(buffer)
 
     def _reduce_few(self, call: Call, flat: Tensor, op: ReduceOp) -> Handle:
@@ -293,18 +305,19 @@ class Group:
             if watchdog is None:
                 arrive()
                 return
-            watchdog.enter(call.kind, self.name, call.tag, call.sequence)
+            watchdog.enter(call.kind, self._watched, call.tag, call.sequence)
             try:
                 arrive()
             finally:
                 watchdog.leave()
-        except RuntimeError as error:
+        except ConnectionLostError as error:
+            peer = self._journal.ranks[error.peer]
             if watchdog is not None:
-                watchdog.connection_lost(self.name, call, error)
+                watchdog.connection_lost(self._watched, call, peer, str(error))
             raise CollectiveError(
-                f"rank {self._rank} of group {self.name} lost a connection in call {call.sequence}, {call.signature} "
-                f"(step {call.tag.step}): {_first_line(error)} Look at the output of the other ranks: one of them "
-                "ended or failed first."
+                f"rank {self._rank} of group {self.name} lost its connection to rank {peer} in call {call.sequence}, "
+                f"{call.signature} (step {call.tag.step}): {error}. Look at the output of rank {peer}: it ended or "
+                "failed first."
             ) from error
 
 
@@ -313,7 +326,3 @@ def _slices(full: Tensor, world_size: int) -> list[Tensor]:
     flat = full.view(-1)
     length = -(-flat.numel() // world_size)
     return [flat[min(r * length, flat.numel()) : min((r + 1) * length, flat.numel())] for r in range(world_size)]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

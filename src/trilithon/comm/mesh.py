@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,6 +108,11 @@ def init_distributed(backend: str | None = None, timeout_s: float = 1800.0) -> b
         backend = backend or "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend or "gloo", timeout=timedelta(seconds=timeout_s))
     return True
+
+
+def rendezvous_store() -> Any:
+    """The store through which the ranks met, for `comm.watchdog.Watchdog`; None without a process group."""
+    return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def make_mesh(axes: dict[str, int] | None = None, device: str = "cpu") -> DeviceMesh | None:

@@ -33,10 +33,10 @@ def reduce_scatter(
     if full.dtype.itemsize >= 4:
         total = torch.empty(numel, dtype=full.dtype, device=full.device)
         work = dist.reduce_scatter_single(total, full, group=group, async_op=True)
-        return work, lambda: add([total], out, scale, accumulate)
+        return work, lambda: add(total.view(1, numel), out, scale, accumulate)
     received = torch.empty_like(full)
     work = dist.all_to_all_single(received, full, group=group, async_op=True)
-    return work, lambda: add(list(received.view(world_size, numel)), out, scale, accumulate)
+    return work, lambda: add(received.view(world_size, numel), out, scale, accumulate)
 
 
 def all_reduce(group: dist.ProcessGroup, tensor: Tensor, op: ReduceOp) -> dist.Work | None:

@@ -14,18 +14,37 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+class ConnectionLostError(RuntimeError):
+    """The transport lost the connection to one peer."""
+
+    def __init__(self, peer: int, said: str) -> None:
+        super().__init__(said)
+        self.peer = peer  # rank in the group
+
+
 class Exchange:
     """Sends and receives in flight between this rank and its peers."""
 
-    def __init__(self, works: list[dist.Work], tensors: list[Tensor]) -> None:
+    def __init__(self, works: list[tuple[int, dist.Work]], tensors: list[Tensor]) -> None:
         self._works = works
         self._tensors = tensors  # keeps the memory alive while gloo reads and writes it
 
     def wait(self) -> None:
-        """Block until everything is sent and received. Raises RuntimeError when a connection is lost."""
-        for work in self._works:
-            work.wait()
+        """Block until everything is sent and received. Raises ConnectionLostError."""
+        for peer, work in self._works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise ConnectionLostError(peer, _said(error)) from error
         self._works, self._tensors = [], []
+
+
+def _said(error: RuntimeError) -> str:
+    """What gloo reported, without its source location and advice."""
+    text = str(error).partition("] ")[2] or str(error)
+    if "by peer" in text:
+        return "connection closed by the other side"
+    return text.splitlines()[0][:80]
 
 
 class PointToPoint:
@@ -42,15 +61,15 @@ class PointToPoint:
 
     def exchange(self, code: int, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Exchange:
         """Post receives, then sends: pairs of (peer, contiguous tensor). Empty tensors are left out on both sides."""
-        works: list[dist.Work] = []
+        works: list[tuple[int, dist.Work]] = []
         tensors: list[Tensor] = []
         for peer, tensor in receives:
             if tensor.numel():
-                works.append(self._process_group.recv([tensor], peer, code))
+                works.append((peer, self._process_group.recv([tensor], peer, code)))
                 tensors.append(tensor)
         for peer, tensor in sends:
             if tensor.numel():
-                works.append(self._process_group.send([tensor], peer, code))
+                works.append((peer, self._process_group.send([tensor], peer, code)))
                 tensors.append(tensor)
         return Exchange(works, tensors)
 
