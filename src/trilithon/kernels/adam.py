@@ -17,16 +17,18 @@ multiply-add, so that all of them agree bit for bit and none depends on how a te
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trilithon.kernels.chunks import chunks, read_gradient_, scratch
+from trilithon.kernels.bits import load, root, store
+from trilithon.kernels.chunks import chunks, read_gradient_, scratch, square_root
+from trilithon.kernels.compiled import Array, arrays, compiled
+from trilithon.kernels.threads import spread
 
 
-@dataclass(frozen=True, slots=True)
-class AdamScalars:
+class AdamScalars(NamedTuple):
     """What one step multiplies with, computed once in double precision and rounded where it is used."""
 
     grad_scale: float
@@ -99,7 +101,42 @@ def adam_step(
         bias_correction=bias_correction,
         grad_scale=grad_scale,
     )
-    adam_step_torch(p, g, exp_avg, exp_avg_sq, low, scalars=scalars)
+    operands = (p, g, exp_avg, exp_avg_sq, low)
+    loop = compiled(adam_loop, operands, scalars)
+    if loop is None:
+        adam_step_torch(p, g, exp_avg, exp_avg_sq, low, scalars=scalars)
+    else:
+        spread(loop, arrays(operands), scalars)
+
+
+def adam_loop(  # noqa: PLR0917 - compiled loops take their arguments by position
+    p: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    low: Array | None,
+    grad_scale: float,
+    keep: float,
+    decay: float,
+    one_minus_beta1: float,
+    beta2: float,
+    one_minus_beta2: float,
+    step_size: float,
+    inv_sqrt_c2: float,
+    eps: float,
+) -> None:
+    """One pass, for `compiled`. The scalars are those of `AdamScalars`, in order."""
+    for i in range(p.shape[0]):
+        weight = p[i] * keep
+        grad = load(g, i) * grad_scale
+        if decay != 0.0:
+            grad = grad + weight * decay
+        m[i] = first = m[i] + (grad - m[i]) * one_minus_beta1
+        v[i] = second = v[i] * beta2 + (grad * grad) * one_minus_beta2
+        weight = weight - (first * step_size) / (root(second) * inv_sqrt_c2 + eps)
+        p[i] = weight
+        if low is not None:
+            store(low, i, weight)
 
 
 @torch.no_grad()
@@ -120,8 +157,7 @@ def adam_step_torch(
         torch.sub(grad, m, out=temp)
         m.add_(temp.mul_(s.one_minus_beta1))
         v.mul_(s.beta2).add_(grad.mul_(grad).mul_(s.one_minus_beta2))
-        torch.sqrt(v, out=grad)
-        grad.mul_(s.inv_sqrt_c2).add_(s.eps)
+        square_root(v, out=grad).mul_(s.inv_sqrt_c2).add_(s.eps)
         torch.mul(m, s.step_size, out=temp)
         w.sub_(temp.div_(grad))
         if low is not None:

@@ -13,10 +13,14 @@ rounded once, none fused:
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from trilithon.kernels.bits import load, store
 from trilithon.kernels.chunks import chunks, read_gradient_, scratch
+from trilithon.kernels.compiled import Array, arrays, compiled
+from trilithon.kernels.threads import spread
 
 
 def lion_step(
@@ -34,7 +38,38 @@ def lion_step(
 
     p, exp_avg: [n] f32 (or f64), contiguous; g and low: [n] floating.
     """
-    lion_step_torch(p, g, exp_avg, low, lr=lr, betas=betas, weight_decay=weight_decay, grad_scale=grad_scale)
+    operands = (p, g, exp_avg, low)
+    scalars = (lr, 1.0 - lr * weight_decay, betas[0], 1.0 - betas[0], 1.0 - betas[1], grad_scale)
+    loop = compiled(lion_loop, operands, scalars)
+    if loop is None:
+        lion_step_torch(p, g, exp_avg, low, lr=lr, betas=betas, weight_decay=weight_decay, grad_scale=grad_scale)
+    else:
+        spread(loop, arrays(operands), scalars)
+
+
+def lion_loop(  # noqa: PLR0917 - compiled loops take their arguments by position
+    p: Array,
+    g: Array,
+    m: Array,
+    low: Array | None,
+    lr: float,
+    keep: float,
+    beta1: float,
+    one_minus_beta1: float,
+    one_minus_beta2: float,
+    grad_scale: float,
+) -> None:
+    """One pass, for `compiled`."""
+    for i in range(p.shape[0]):
+        grad = load(g, i) * grad_scale
+        weight = p[i] * keep
+        u = m[i] * beta1 + grad * one_minus_beta1
+        sign = np.float32(1.0) if u > 0.0 else (np.float32(-1.0) if u < 0.0 else (np.float32(0.0) if u == 0.0 else u))
+        weight = weight - sign * lr
+        m[i] = m[i] + (grad - m[i]) * one_minus_beta2
+        p[i] = weight
+        if low is not None:
+            store(low, i, weight)
 
 
 @torch.no_grad()

@@ -17,7 +17,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trilithon.kernels.bits import load, store
 from trilithon.kernels.chunks import chunks, read_gradient_, scratch
+from trilithon.kernels.compiled import Array, arrays, compiled
+from trilithon.kernels.threads import spread
 
 
 def sgd_step(
@@ -39,6 +42,12 @@ def sgd_step(
     p: [n] f32 (or f64), contiguous; momentum_buffer: like p, or None for plain descent; g and low: [n] floating.
     first: this is the first step that uses the buffer, which then becomes the gradient itself, undamped.
     """
+    operands = (p, g, momentum_buffer, low)
+    scalars = (lr, momentum, 1.0 - dampening, nesterov, weight_decay, first, grad_scale)
+    loop = compiled(sgd_loop, operands, scalars)
+    if loop is not None:
+        spread(loop, arrays(operands), scalars)
+        return
     sgd_step_torch(
         p,
         g,
@@ -52,6 +61,36 @@ def sgd_step(
         first=first,
         grad_scale=grad_scale,
     )
+
+
+def sgd_loop(  # noqa: PLR0917 - compiled loops take their arguments by position
+    p: Array,
+    g: Array,
+    buffer: Array | None,
+    low: Array | None,
+    lr: float,
+    momentum: float,
+    one_minus_dampening: float,
+    nesterov: bool,
+    weight_decay: float,
+    first: bool,
+    grad_scale: float,
+) -> None:
+    """One pass, for `compiled`."""
+    for i in range(p.shape[0]):
+        grad = load(g, i) * grad_scale
+        weight = p[i]
+        if weight_decay != 0.0:
+            grad = grad + weight * weight_decay
+        direction = grad
+        if buffer is not None:
+            moved = grad if first else buffer[i] * momentum + grad * one_minus_dampening
+            buffer[i] = moved
+            direction = grad + moved * momentum if nesterov else moved
+        weight = weight - direction * lr
+        p[i] = weight
+        if low is not None:
+            store(low, i, weight)
 
 
 @torch.no_grad()

@@ -8,15 +8,39 @@ n * 2^-53, and round to the same fp32 norm except in ties of that width.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from trilithon.kernels.bits import load
 from trilithon.kernels.chunks import chunks
+from trilithon.kernels.compiled import Array, arrays, compiled
+
+_LANES = 512  # running sums side by side: addition is not reassociated, so the loop has to say it
 
 
 def sum_of_squares(x: Tensor) -> float:
     """x: any shape, contiguous, bf16, f16, f32 or f64; NaN or infinite if any element is."""
-    return sum_of_squares_torch(x)
+    operands = (x.detach().reshape(-1),)
+    loop = compiled(sum_of_squares_loop, operands, ())
+    return sum_of_squares_torch(x) if loop is None else float(loop(*arrays(operands)))
+
+
+def sum_of_squares_loop(x: Array) -> float:
+    """One pass, for `compiled`."""
+    lanes = np.zeros(_LANES, np.float64)
+    whole = x.shape[0] // _LANES * _LANES
+    for start in range(0, whole, _LANES):
+        for lane in range(_LANES):
+            value = np.float64(load(x, start + lane))
+            lanes[lane] += value * value
+    total = 0.0
+    for lane in range(_LANES):
+        total += lanes[lane]
+    for i in range(whole, x.shape[0]):
+        value = np.float64(load(x, i))
+        total += value * value
+    return total
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trilithon.kernels import adam_step, lion_step, sgd_step
-from trilithon.kernels.chunks import chunks, read_gradient_, scratch
+from trilithon.kernels.chunks import chunks, read_gradient_, scratch, square_root
 
 adam_ = partial(adam_step, decoupled=False)
 adam_.__doc__ = "Adam, decay added to the gradient (Kingma and Ba 2015, arXiv:1412.6980, algorithm 1): `adam_step`."
@@ -55,7 +55,7 @@ def adagrad_(
         if weight_decay != 0.0:
             grad.add_(torch.mul(w, weight_decay, out=temp))
         s.add_(torch.mul(grad, grad, out=temp))
-        torch.sqrt(s, out=temp).add_(eps)
+        square_root(s, out=temp).add_(eps)
         w.sub_(grad.mul_(step_size).div_(temp))
         if low is not None:
             low[part].copy_(w)
@@ -96,7 +96,7 @@ def lamb_direction(
     """
     c1 = 1.0 - betas[0] ** step if bias_correction else 1.0
     c2 = 1.0 - betas[1] ** step if bias_correction else 1.0
-    denominator = torch.sqrt(exp_avg_sq).mul_(c2**-0.5).add_(eps)
+    denominator = square_root(exp_avg_sq, out=torch.empty_like(exp_avg_sq)).mul_(c2**-0.5).add_(eps)
     torch.mul(exp_avg, 1.0 / c1, out=out)
     out.div_(denominator)
     if weight_decay != 0.0:
