@@ -20,6 +20,7 @@ from pathlib import Path
 from trilithon.errors import DataError
 
 EXCLUDED_FOLDERS = ("__pycache__", "site-packages", "dist-packages", "node_modules")
+EMPTY = "empty"  # the reason of a file without content
 _PIECE_BYTES = 1 << 20
 
 
@@ -151,7 +152,7 @@ def _inspect(name: str, path: Path) -> TextFile | SkippedFile:
     except OSError as error:
         return SkippedFile(path, f"unreadable ({error.strerror})")
     if num_bytes == 0:
-        return SkippedFile(path, "empty")
+        return SkippedFile(path, EMPTY)
     return TextFile(name, path, num_bytes, digest.hexdigest())
 
 

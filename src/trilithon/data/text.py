@@ -26,13 +26,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from trilithon.data import token_cache
-from trilithon.data.files import EXCLUDED_FOLDERS, FoundText, TextFile, find_text_files
+from trilithon.data.files import EMPTY, EXCLUDED_FOLDERS, FoundText, TextFile, find_text_files
 from trilithon.data.token_cache import Manifest, TokenWriter
 from trilithon.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 from trilithon.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
+_SHOWN = 3  # skipped files that are named
 FILES_TO_SPLIT_BY = 20  # from this many on, held-out text is whole files
 BPE_TRAINING_CHARACTERS = 50_000_000  # merges are learnt on this much of the training text at most
 
@@ -111,10 +112,7 @@ def prepare_text(
     if tokenizer == "bpe" and vocab_size is None:
         raise ConfigError("The tokenizer 'bpe' needs a vocabulary size, such as vocab_size=4096.")
     found = find_text_files(paths, suffixes, excluded_folders)
-    for skipped in found.skipped[:5]:
-        logger.warning("skipped %s: %s", skipped.path, skipped.reason)
-    if len(found.skipped) > 5:
-        logger.warning("skipped %d more files that are not text", len(found.skipped) - 5)
+    _report_skipped(found)
     recipe = _Recipe(tokenizer, vocab_size, held_out, max_tokens)
     key = _cache_key(found, recipe)
     path = token_cache.manifest_path(cache, key)
@@ -125,6 +123,15 @@ def prepare_text(
         except DataError as error:
             logger.warning("building the token cache again: %s", error)
     return _build(found, recipe, cache, key)
+
+
+def _report_skipped(found: FoundText) -> None:
+    """A warning for files that are not text; an empty file is nothing to worry about."""
+    unusable = [skipped for skipped in found.skipped if skipped.reason != EMPTY]
+    for skipped in unusable[:_SHOWN]:
+        logger.warning("skipped %s: %s", skipped.path, skipped.reason)
+    if len(unusable) > _SHOWN:
+        logger.warning("skipped %d more files that are not UTF-8 text", len(unusable) - _SHOWN)
 
 
 @dataclass(frozen=True, slots=True)

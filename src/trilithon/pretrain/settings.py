@@ -105,6 +105,7 @@ class PretrainConfig(Section):
     """Everything the engine is told."""
 
 
+_DECAYING = ("cosine", "linear", "polynomial")
 _OWN: dict[str, type[Section]] = {"data": DataConfig, "model": ModelConfig, "run": RunConfig}
 
 
@@ -159,31 +160,33 @@ def _first_key(name: str) -> str:
     return next(iter(_OWN[name].model_fields))
 
 
-def _engine(raw: Mapping[str, Any], given: dict[str, Any], steps: int) -> Config:
+def _engine(raw: Mapping[str, Any], given: Mapping[str, Any], steps: int) -> Config:
     """The engine's part: what the file leaves open gets values that train a language model."""
     written = Config.load(raw, overrides=_without_partial_choices(given))
-    defaults: dict[str, Any] = {}
-    if written.optimizer is None:
-        defaults["optimizer"] = {"kind": "adamw", "lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
-    if written.lr_schedule is None:
-        defaults["lr_schedule"] = {"kind": "cosine", "min_ratio": 0.1}
+    settings: dict[str, Any] = {}
+    if written.optimizer is None and _kind(given, "optimizer") in (None, "adamw"):
+        settings["optimizer"] = {"kind": "adamw", "lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    if written.lr_schedule is None and _kind(given, "lr_schedule") in (None, *_DECAYING):
+        settings["lr_schedule"] = {
+            "kind": "cosine",
+            "total_steps": steps,
+            "warmup_steps": max(steps // 20, 1),
+            "min_ratio": 0.1,
+        }
     if "clip_norm" not in written.model_fields_set:
-        defaults["clip_norm"] = 1.0
-    batch = written.batch
-    if batch.micro_size is None and batch.global_size is None:
-        defaults["batch.micro_size"] = DEFAULT_MICRO_SIZE
-    for name in ("jsonl", "csv", "tensorboard"):
-        if name not in written.monitor.model_fields_set:
-            defaults[f"monitor.{name}"] = True
-    if isinstance(given.get("optimizer"), str) and given["optimizer"] != "adamw":
-        defaults.pop("optimizer", None)
-    merged = _nested(defaults) | {}
-    _merge(merged, _nested(given))
-    schedule = merged.get("lr_schedule")
-    if isinstance(schedule, dict) and schedule.get("kind", "cosine") in ("cosine", "linear", "polynomial"):
-        schedule.setdefault("total_steps", steps)
-        schedule.setdefault("warmup_steps", min(max(steps // 20, 1), schedule["total_steps"]))
-    return Config.load(raw, overrides=merged)
+        settings["clip_norm"] = 1.0
+    if written.batch.micro_size is None and written.batch.global_size is None:
+        settings["batch"] = {"micro_size": DEFAULT_MICRO_SIZE}
+    settings["monitor"] = {
+        name: True for name in ("jsonl", "csv", "tensorboard") if name not in written.monitor.model_fields_set
+    }
+    _merge(settings, _nested(given))
+    return Config.load(raw, overrides=settings)
+
+
+def _kind(given: Mapping[str, Any], block: str) -> Any:
+    """The kind that overrides choose for a block, None if they leave it open."""
+    return given.get(f"{block}.kind", given.get(block))
 
 
 def _without_partial_choices(given: Mapping[str, Any]) -> dict[str, Any]:
