@@ -1,0 +1,168 @@
+"""`trilithon train --data PATH...`: train a language model on text files, on one or several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trilithon.errors import ConfigError
+from trilithon.pretrain.settings import PretrainConfig, load_pretrain
+
+CONTEXT_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+
+# option of the command -> dotted key of the configuration
+_KEYS = {
+    "suffix": "data.suffixes",
+    "tokenizer": "data.tokenizer",
+    "vocab": "data.vocab_size",
+    "max_tokens": "data.max_tokens",
+    "held_out": "data.held_out",
+    "cache": "data.cache",
+    "workers": "data.workers",
+    "model": "model.preset",
+    "layers": "model.num_layers",
+    "width": "model.width",
+    "heads": "model.num_heads",
+    "context": "model.context",
+    "steps": "run.steps",
+    "eval_every": "run.eval_every",
+    "eval_batches": "run.eval_batches",
+    "out": "run.out",
+    "prompt": "run.prompt",
+    "sample_tokens": "run.sample_tokens",
+    "zero_stage": "zero.stage",
+    "precision": "precision",
+    "batch_size": "batch.global_size",
+    "micro_batch": "batch.micro_size",
+    "accumulation": "batch.accumulation",
+    "optimizer": "optimizer",
+    "lr": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "schedule": "lr_schedule",
+    "warmup": "lr_schedule.warmup_steps",
+    "clip": "clip_norm",
+    "seed": "seed",
+}
+
+
+def run(
+    data: Annotated[
+        list[str] | None, typer.Option("--data", "-d", help="File, folder or pattern; may be given several times.")
+    ] = None,
+    *,
+    more_data: Annotated[list[str] | None, typer.Argument(metavar="PATH", help="Further files or folders.")] = None,
+    nproc: Annotated[int | None, typer.Option("--nproc", "-n", help="Ranks to start on this machine.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="JSON or TOML with any of the settings; options win.")
+    ] = None,
+    suffix: Annotated[
+        list[str] | None, typer.Option("--suffix", help="Ending that files in folders must have; repeatable.")
+    ] = None,
+    tokenizer: Annotated[str | None, typer.Option("--tokenizer", help="bytes, or bpe learnt from the data.")] = None,
+    vocab: Annotated[int | None, typer.Option("--vocab", help="Tokens of a bpe vocabulary.")] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Training tokens to stop reading at.")] = None,
+    held_out: Annotated[float | None, typer.Option("--held-out", help="Share of the text for validation.")] = None,
+    cache: Annotated[Path | None, typer.Option("--cache", help="Folder of tokenised data.")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", help="Processes that load ahead, on each rank.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="nano, tiny, small, medium, base, large, xl.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option("--layers", help="Blocks.")] = None,
+    width: Annotated[int | None, typer.Option("--width", help="Channels of the residual stream.")] = None,
+    heads: Annotated[int | None, typer.Option("--heads", help="Attention heads.")] = None,
+    context: Annotated[int | None, typer.Option("--context", help="Tokens of a sequence.")] = None,
+    zero_stage: Annotated[int | None, typer.Option("--zero-stage", "-z", help="0, 1, 2 or 3: what is sharded.")] = None,
+    precision: Annotated[str | None, typer.Option("--precision", "-p", help="fp32, bf16 or fp16.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", "-b", help="Sequences of a step, all ranks.")
+    ] = None,
+    micro_batch: Annotated[int | None, typer.Option("--micro-batch", help="Sequences of one forward.")] = None,
+    accumulation: Annotated[int | None, typer.Option("--accumulation", help="Micro-batches of a step.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", "-s", help="Updates of the weights.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option("--optimizer", help="adamw, adam, sgd, lion, adagrad or lamb.")
+    ] = None,
+    lr: Annotated[float | None, typer.Option("--lr", help="Learning rate.")] = None,
+    warmup: Annotated[int | None, typer.Option("--warmup", help="Steps over which the rate rises.")] = None,
+    schedule: Annotated[str | None, typer.Option("--schedule", help="cosine, linear, constant, ...")] = None,
+    weight_decay: Annotated[float | None, typer.Option("--weight-decay", help="Decay of the weights.")] = None,
+    clip: Annotated[float | None, typer.Option("--clip", help="Largest norm of the gradient; 0: no limit.")] = None,
+    eval_every: Annotated[
+        int | None, typer.Option("--eval-every", help="Steps between evaluations; 0: at the end.")
+    ] = None,
+    eval_batches: Annotated[int | None, typer.Option("--eval-batches", help="Micro-batches of an evaluation.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the results. Default: runs/TIME.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that --out holds.")] = False,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Text that the sample continues.")] = None,
+    sample_tokens: Annotated[int | None, typer.Option("--sample-tokens", help="Length of the sample; 0: none.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of weights, order and sample.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="KEY=VALUE for any setting, such as zero.bucket_numel=1000000; repeatable."),
+    ] = None,
+) -> None:
+    """Train a language model on text files.
+
+    Leaves metrics, a loss curve, the weights and a sample in a folder of its own. Everything that is not given has a
+    default. With --nproc N it starts N ranks itself; under torchrun it is one of torchrun's ranks.
+
+    \b
+    Examples:
+      trilithon train --data notes/ --steps 200
+      trilithon train --data src/ --suffix .py --nproc 2 --zero-stage 3 --precision bf16
+      trilithon train --data 'books/*.txt' --tokenizer bpe --vocab 8192 --model small
+      trilithon train --config run.toml --lr 6e-4 --set zero.bucket_numel=1000000
+      torchrun --nproc-per-node 4 -m trilithon.cli.main train --data texts/ --zero-stage 2
+    """
+    given = {name: value for name, value in locals().items() if name in _KEYS and value is not None}
+    overrides: dict[str, Any] = {_KEYS[name]: value for name, value in given.items()}
+    if data or more_data:
+        overrides["data.paths"] = [*(data or []), *(more_data or [])]
+    if overwrite:
+        overrides["run.overwrite"] = True
+    if quiet:
+        overrides["monitor.quiet"] = True
+    overrides.update(_parse(setting) for setting in settings or [])
+    raise typer.Exit(_train(load_pretrain(config, overrides), nproc))
+
+
+def _parse(setting: str) -> tuple[str, Any]:
+    """ "zero.stage=3" -> ("zero.stage", 3): the value is JSON, and plain text if it is not."""
+    key, equals, text = setting.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {setting}: write KEY=VALUE, such as --set zero.bucket_numel=1000000.")
+    try:
+        return key.strip(), json.loads(text)
+    except ValueError:
+        return key.strip(), text
+
+
+def _train(config: PretrainConfig, nproc: int | None) -> int:
+    """Train on this process or on new ones; returns the exit status."""
+    from trilithon.pretrain.rank import main
+
+    started = os.environ.get("WORLD_SIZE")
+    if started is not None:
+        if nproc is not None and nproc != int(started):
+            raise ConfigError(
+                f"--nproc {nproc}, but this is already one of WORLD_SIZE={started} ranks of another launcher. "
+                "Leave --nproc out there, or start the command alone."
+            )
+        return main(config)
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"--nproc {nproc}: give at least 1.")
+    if nproc is None or nproc == 1:
+        return main(config)
+
+    from trilithon.pretrain.ranks import RankFailedError, start_ranks
+
+    try:
+        return start_ranks(config, nproc)
+    except RankFailedError as error:
+        typer.echo(f"trilithon: {error}", err=True)
+        return error.exit_status

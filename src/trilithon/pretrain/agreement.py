@@ -1,0 +1,77 @@
+"""What the ranks of a training run must decide together, so that none goes on while another stops."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from trilithon.contracts import Collectives, ReduceOp, Tag
+from trilithon.errors import TrilithonError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StepNews:
+    """What is known on every rank after a step."""
+
+    loss: float  # mean over ranks
+    stop: int  # the signal that asked some rank to stop, 0 if none did
+
+
+class Agreement:
+    """One group's decisions; with a group of one everything is local."""
+
+    def __init__(self, group: Collectives) -> None:
+        self._group = group
+
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._group.world_size
+
+    def after_step(self, step: int, loss: float, stop: int) -> StepNews:
+        """loss, stop: this rank's. The mean loss is NaN on every rank when it is not finite on one. 16 bytes a rank."""
+        mean = torch.tensor([loss if math.isfinite(loss) else math.nan], dtype=torch.float64)
+        asked = torch.tensor([float(stop)], dtype=torch.float64)
+        self._group.all_reduce(mean, Tag("pretrain.loss", step=step)).wait()
+        self._group.all_reduce(asked, Tag("pretrain.stop", step=step), ReduceOp.MAX).wait()
+        return StepNews(float(mean) / self.world_size, int(asked))
+
+    def weighted_mean(self, total: float, weight: float, about: str) -> float:
+        """Sum of totals over sum of weights; NaN when no rank has any weight."""
+        both = torch.tensor([total, weight], dtype=torch.float64)
+        self._group.all_reduce(both, Tag(about), ReduceOp.SUM).wait()
+        return float(both[0] / both[1]) if both[1] > 0 else math.nan
+
+    def on_first_rank(self, action: Callable[[], T], about: str) -> T:
+        """The result of rank 0's action, which must be picklable, or its error raised on every rank."""
+        return self._shared(action, about, leads=self.rank == 0, leader=0)
+
+    def on_first_rank_of_host(self, action: Callable[[], T], about: str) -> T:
+        """As `on_first_rank`, once on each host: for what is written to a local disk."""
+        local = int(os.environ.get("LOCAL_RANK", "0")) if self.world_size > 1 else 0
+        return self._shared(action, about, leads=local == 0, leader=self.rank - local)
+
+    def _shared(self, action: Callable[[], T], about: str, *, leads: bool, leader: int) -> T:
+        result: T | None = None
+        failure: TrilithonError | None = None
+        if leads:
+            try:
+                result = action()
+            except TrilithonError as error:
+                failure = error
+        everyone = self._group.all_gather_object((result, failure), Tag(about))
+        for _, told in everyone:
+            if told is not None:
+                raise told
+        shared: T = everyone[leader][0]
+        return shared

@@ -1,0 +1,218 @@
+"""One training run on one rank, from files to a report. `run` is what every rank calls.
+
+What only one process may do (tokenising, making the folder, writing results) is done by one and its outcome, or its
+error, is known on all; everything else is the same code on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+import trilithon
+from trilithon.comm.collectives import Group
+from trilithon.comm.mesh import init_distributed, make_mesh, own_process_group
+from trilithon.config import Config, MonitorConfig
+from trilithon.data import Loader, TextCorpus, TokenBlocks, prepare_text
+from trilithon.engine.engine import Engine
+from trilithon.engine.monitor import Monitor
+from trilithon.errors import ConfigError
+from trilithon.models import GPT
+from trilithon.pretrain.agreement import Agreement
+from trilithon.pretrain.artifacts import SHAPE, TOKENIZER, WEIGHTS, save_model, write_whole
+from trilithon.pretrain.evaluate import held_out_loss, sample_text
+from trilithon.pretrain.interrupt import StopRequest
+from trilithon.pretrain.loop import TrainLoop, call_with_targets
+from trilithon.pretrain.progress import Display, human_count, make_display
+from trilithon.pretrain.report import Report, draw_curve, print_report
+from trilithon.pretrain.settings import PretrainConfig
+
+CONFIG, CURVE, SAMPLE = "config.json", "loss.png", "sample.txt"
+_RESULTS = (WEIGHTS, SHAPE, TOKENIZER, CONFIG, CURVE, SAMPLE, "metrics.jsonl", "csv", "tensorboard")
+
+
+def run(config: PretrainConfig) -> Report:
+    """Train as told; returns the same report on every rank.
+
+    With the variables that torchrun sets, one of several ranks; without them, alone. A first Ctrl-C ends the run
+    after the step in progress, saves the weights as they are, and shows in `Report.exit_status`.
+    Raises DataError, ConfigError or CheckpointError for what cannot be done, and NonFiniteError for a loss that is not
+    finite, on every rank alike.
+    """
+    return _Job(config).run()
+
+
+class _Job:
+    """What is fixed before the first step: ranks, folder, data, shapes and sizes."""
+
+    def __init__(self, config: PretrainConfig) -> None:
+        self.config = config
+        comm = config.engine.comm
+        distributed = init_distributed(comm.backend, comm.timeout_s)
+        # Without a watchdog: tokenising may keep rank 0 busy for longer than ranks wait for each other in training.
+        group = Group(own_process_group(make_mesh()) if distributed else None, name="pretrain")
+        self.agreement = Agreement(group)
+        self.out = self.agreement.on_first_rank(lambda: _make_folder(config), "pretrain.folder")
+        manifest = self.agreement.on_first_rank_of_host(lambda: _prepare(config), "pretrain.prepare_text")
+        self.corpus = TextCorpus.open(manifest)
+        self.shape = config.model.shape(self.corpus.manifest.vocab_size)
+        self.train = TokenBlocks(self.corpus.train, self.shape.context)
+        self.held_out = TokenBlocks(self.corpus.held_out, self.shape.context)
+        self.batch = config.engine.batch.resolve(self.agreement.world_size)
+
+    def run(self) -> Report:
+        torch.manual_seed(self.config.engine.seed)
+        with trilithon.initialize(GPT(self.shape), config=_engine_config(self.config.engine)) as engine:
+            written = self.config.engine.monitor.model_dump()
+            # quiet: lines are left to the display, which also has a live form
+            settings = MonitorConfig(**{**written, "folder": self.out, "quiet": True})
+            monitor = Monitor(settings, rank=self.agreement.rank, details=engine.memory)
+            engine.hooks.append(monitor)
+            display = make_display(
+                self.config.run.steps, every=settings.every, rank=self.agreement.rank, quiet=written["quiet"]
+            )
+            loop = self._loop(engine, monitor, display)
+            try:
+                display.say(self._opening())
+                with StopRequest() as request:
+                    loop.run(request)
+                if not loop.stopped_by:
+                    loop.measure(loop.done)
+            finally:
+                display.close()
+                monitor.close()
+            report = self._report(engine, loop)
+            self._leave_results(engine, loop, report)
+        if self.agreement.rank == 0 and not written["quiet"]:
+            print_report(report, Console())
+        return report
+
+    def _loop(self, engine: Engine, monitor: Monitor, display: Display) -> TrainLoop:
+        agreement, run = self.agreement, self.config.run
+        return TrainLoop(
+            engine=engine,
+            loader=Loader(
+                self.train,
+                self.batch.micro_size,
+                rank=agreement.rank,
+                world_size=agreement.world_size,
+                seed=self.config.engine.seed,
+                num_workers=self.config.data.workers,
+            ),
+            agreement=agreement,
+            monitor=monitor,
+            display=display,
+            validate=lambda: held_out_loss(
+                lambda inputs, targets: engine.eval_step((inputs, targets), call_with_targets),
+                self.held_out,
+                agreement,
+                micro_size=self.batch.micro_size,
+                max_batches=run.eval_batches,
+                device=engine.device,
+            ),
+            steps=run.steps,
+            accumulation=self.batch.accumulation,
+            eval_every=run.eval_every,
+            show_every=self.config.engine.monitor.every,
+        )
+
+    def _report(self, engine: Engine, loop: TrainLoop) -> Report:
+        run, manifest = self.config.run, self.corpus.manifest
+        sample = ""
+        if run.sample_tokens and not loop.stopped_by:
+            sample = sample_text(
+                engine.module,
+                self.corpus,
+                prompt=run.prompt,
+                num_tokens=run.sample_tokens,
+                temperature=run.temperature,
+                top_k=run.top_k,
+                seed=self.config.engine.seed,
+                device=engine.device,
+            )
+        return Report(
+            out=self.out,
+            steps=loop.done,
+            tokens=loop.done * self.batch.global_size * self.shape.context,
+            seconds=loop.seconds,
+            num_parameters=self.shape.num_parameters(),
+            flops_per_token=self.shape.training_flops_per_token(),
+            train_loss=loop.recent_loss(),
+            validation_loss=math.nan if loop.stopped_by else loop.history.validation[-1][1],
+            unigram_entropy=manifest.unigram_entropy,
+            bytes_per_token=manifest.train_bytes / manifest.train_tokens,
+            memory=loop.memory,
+            world_size=self.agreement.world_size,
+            sample=sample,
+            exit_status=128 + loop.stopped_by if loop.stopped_by else 0,
+        )
+
+    def _leave_results(self, engine: Engine, loop: TrainLoop, report: Report) -> None:
+        """Weights, curve and sample on rank 0; an error there is raised on every rank."""
+        weights = engine.state_dict()
+
+        def write() -> None:
+            save_model(self.out, weights, self.shape, self.corpus.tokenizer)
+            draw_curve(loop.history, report.unigram_entropy, self.out / CURVE)
+            if report.sample:
+                write_whole(self.out / SAMPLE, lambda stream: stream.write(report.sample.encode()))
+
+        self.agreement.on_first_rank(write, "pretrain.results")
+
+    def _opening(self) -> str:
+        manifest, ranks = self.corpus.manifest, self.agreement.world_size
+        return (
+            f"{human_count(manifest.train_tokens)} training and {human_count(manifest.held_out_tokens)} held-out "
+            f"tokens from {manifest.num_files} files ({manifest.tokenizer}, vocabulary {manifest.vocab_size}); "
+            f"{human_count(self.shape.num_parameters())} parameters on {ranks} rank{'s' * (ranks > 1)}, "
+            f"ZeRO stage {self.config.engine.zero.stage}, {self.config.engine.precision.kind}; "
+            f"{self.batch.global_size} sequences of {self.shape.context} tokens a step"
+        )
+
+
+def _make_folder(config: PretrainConfig) -> Path:
+    """The run's folder, empty of results, with its configuration in it."""
+    out = config.run.out or Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
+    old = [out / name for name in _RESULTS if (out / name).exists()]
+    if old and not config.run.overwrite:
+        raise ConfigError(
+            f"{out} already holds a run ({old[0].name}). Give another --out, or --overwrite to replace it."
+        )
+    try:
+        for path in old:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be used ({error.strerror}). Give another folder.") from error
+    write_whole(out / CONFIG, lambda stream: stream.write(config.model_dump_json(indent=1).encode()))
+    return out
+
+
+def _prepare(config: PretrainConfig) -> Path:
+    data = config.data
+    return prepare_text(
+        data.paths,
+        cache=data.cache or default_cache(),
+        tokenizer=data.tokenizer,
+        vocab_size=data.vocab_size,
+        suffixes=data.suffixes,
+        held_out=data.held_out,
+        max_tokens=data.max_tokens,
+    )
+
+
+def default_cache() -> Path:
+    """trilithon/tokens under XDG_CACHE_HOME, or under ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "trilithon" / "tokens"
+
+
+def _engine_config(config: Config) -> Config:
+    """The engine's own part: recording is the run's affair."""
+    return Config.load(config, overrides={"monitor.folder": None, "monitor.quiet": True, "monitor.profile_step": None})

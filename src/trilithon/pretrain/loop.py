@@ -1,0 +1,152 @@
+"""The steps of a training run: feed, update, agree, measure, tell.
+
+After every step the ranks agree on the mean loss and on whether one of them was asked to stop, so they always leave the
+loop together.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trilithon.data import Loader
+from trilithon.engine.monitor import Monitor
+from trilithon.errors import NonFiniteError
+from trilithon.pretrain.agreement import Agreement
+from trilithon.pretrain.interrupt import StopRequest
+from trilithon.pretrain.progress import Display, StepView
+from trilithon.pretrain.report import History
+
+_SMOOTHING = 0.9  # of the displayed time per step
+
+
+class Trainee(Protocol):
+    """The part of the engine that the loop uses."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def lr(self) -> Sequence[float]: ...
+
+    @property
+    def grad_norm(self) -> float | None: ...
+
+    @property
+    def skipped_steps(self) -> int: ...
+
+    def train_step(
+        self, batches: Sequence[Any], forward: Callable[[Callable[..., Any], Any], Tensor] | None = None
+    ) -> float: ...
+
+    def memory(self) -> Mapping[str, int]: ...
+
+
+@dataclass(slots=True)
+class TrainLoop:
+    """One run's loop; `run` goes through it once."""
+
+    engine: Trainee
+    loader: Loader
+    agreement: Agreement
+    monitor: Monitor
+    display: Display
+    validate: Callable[[], float]
+    steps: int
+    accumulation: int
+    eval_every: int  # 0: not inside the loop
+    show_every: int
+    history: History = field(default_factory=History)
+    seconds: float = 0.0  # of training, without evaluations
+    done: int = 0  # steps
+    stopped_by: int = 0  # the signal that ended the run early
+    memory: dict[str, int] = field(default_factory=dict)
+    _step_s: float = math.nan
+
+    def run(self, request: StopRequest) -> None:
+        """Train to the last step, or to the end of the step in which some rank was asked to stop.
+
+        Raises NonFiniteError, on every rank, at the first loss that is NaN or infinite.
+        """
+        batches = self.loader.endless()
+        for step in range(1, self.steps + 1):
+            started = time.perf_counter()
+            local = self.engine.train_step(self._window(batches), call_with_targets)
+            news = self.agreement.after_step(step, local, request.signal)
+            self._took(time.perf_counter() - started)
+            self.done = step
+            self._tell(step, news.loss)
+            if not math.isfinite(news.loss):
+                raise NonFiniteError(self._not_finite(step))
+            if news.stop:
+                self.stopped_by = news.stop
+                return
+            if self.eval_every and step % self.eval_every == 0 and step < self.steps:
+                self.measure(step)
+
+    def measure(self, step: int) -> float:
+        """Evaluate now and record it."""
+        loss = self.validate()
+        self.history.validation.append((step, loss))
+        self.monitor.record(step, {"validation/loss": loss}, always=True)
+        return loss
+
+    def recent_loss(self) -> float:
+        """Mean training loss of the last tenth of the steps, NaN before the first."""
+        recent = self.history.train[-max(len(self.history.train) // 10, 1) :]
+        return sum(loss for _, loss in recent) / len(recent) if recent else math.nan
+
+    def _window(self, batches: Iterator[Any]) -> list[tuple[Tensor, Tensor]]:
+        """The micro-batches of one step, on the engine's device."""
+        device = self.engine.device
+        return [tuple(part.to(device) for part in next(batches)) for _ in range(self.accumulation)]  # type: ignore[misc]
+
+    def _took(self, seconds: float) -> None:
+        self.seconds += seconds
+        smooth = _SMOOTHING if math.isfinite(self._step_s) else 0.0
+        self._step_s = smooth * self._step_s + (1 - smooth) * seconds if smooth else seconds
+
+    def _tell(self, step: int, loss: float) -> None:
+        self.history.train.append((step, loss))
+        if step % self.show_every == 0 or step == 1:
+            self.memory = dict(self.engine.memory())
+        tokens_per_s = self.accumulation * self._tokens_per_micro() / self._step_s
+        lr, norm = float(self.engine.lr[0]), float(self.engine.grad_norm or 0.0)
+        self.monitor.record(
+            step,
+            {
+                "loss": loss,
+                "lr": lr,
+                "grad_norm": norm,
+                "tokens_per_s": tokens_per_s,
+                "tokens": float(step * self.accumulation * self._tokens_per_micro()),
+                "skipped_steps": float(self.engine.skipped_steps),
+                **{f"memory/{name}": float(size) for name, size in self.memory.items()},
+            },
+        )
+        latest = self.history.validation[-1][1] if self.history.validation else math.nan
+        self.display.step(StepView(step, loss, lr, norm, tokens_per_s, self.memory, latest))
+
+    def _tokens_per_micro(self) -> int:
+        """Tokens of one micro-batch on all ranks together."""
+        return self.loader.sampler.global_size * len(self.loader.dataset[0][0])
+
+    def _not_finite(self, step: int) -> str:
+        finite = [loss for _, loss in self.history.train if math.isfinite(loss)]
+        before = f"it was {finite[-1]:.4g} a step before" if finite else "it never was finite"
+        return (
+            f"The loss of step {step} is not finite ({before}; learning rate {self.engine.lr[0]:.3g}). "
+            "Use a smaller --lr, a longer --warmup, a smaller --clip, or --precision fp32."
+        )
+
+
+def call_with_targets(call: Callable[..., Any], batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss of a micro-batch of inputs and targets."""
+    loss: Tensor = call(*batch)
+    return loss

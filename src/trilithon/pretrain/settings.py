@@ -1,0 +1,218 @@
+"""What a training run is told: data, model, run, and everything the engine reads. No torch in here.
+
+One file may hold it all: the keys of `trilithon.Config` (or of a DeepSpeed file) at the top, and the blocks "data",
+"model" and "run" beside them. Values from the command line win over the file, the file over the trainer's defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from trilithon.config import Config
+from trilithon.config.base import Count, Flag, NonNegativeReal, Positive, PositiveReal, Section, describe, dotted
+from trilithon.config.naming import unknown_keys
+from trilithon.config.sources import read
+from trilithon.errors import ConfigError
+from trilithon.models.settings import GPTConfig, preset
+
+DEFAULT_MICRO_SIZE = 8
+
+
+class DataConfig(Section):
+    """Which text is trained on and how it becomes tokens."""
+
+    paths: tuple[str, ...] = ()
+    """Files, folders and patterns."""
+    suffixes: tuple[str, ...] = ()
+    """Endings that files inside folders must have, such as ".py". Empty: any."""
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    """"bytes": every byte is a token. "bpe": a vocabulary is learnt from the data."""
+    vocab_size: Positive | None = None
+    """Tokens of a "bpe" vocabulary. null: 4096 for "bpe"."""
+    held_out: Annotated[PositiveReal, Field(lt=1)] = 0.05
+    """Share of the text that is kept from training, for validation."""
+    max_tokens: Positive | None = None
+    """Training tokens to stop reading at. null: all."""
+    cache: Path | None = None
+    """Folder of tokenised data. null: trilithon/tokens under the user's cache folder."""
+    workers: Count = 0
+    """Processes that load batches ahead."""
+
+
+class ModelConfig(Section):
+    """The shape of the model: a preset, and what is to differ from it."""
+
+    preset: str = "tiny"
+    """Name of a shape: nano, tiny, small, medium, base, large, xl."""
+    num_layers: Positive | None = None
+    """Blocks. null: the preset's."""
+    width: Positive | None = None
+    """Channels of the residual stream. null: the preset's."""
+    num_heads: Positive | None = None
+    """Attention heads. null: the preset's."""
+    context: Positive | None = None
+    """Tokens of a sequence. null: the preset's."""
+    norm: Literal["rms", "layer"] = "rms"
+    """RMSNorm or LayerNorm."""
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    """GELU or SwiGLU."""
+    tie_embeddings: Flag = True
+    """Read tokens and predict them with the same matrix."""
+
+    def shape(self, vocab_size: int) -> GPTConfig:
+        """The model's full description. Raises ConfigError when its numbers do not go together."""
+        given = {name: value for name, value in self.model_dump(exclude={"preset"}).items() if value is not None}
+        return preset(self.preset, vocab_size, **given)
+
+
+class RunConfig(Section):
+    """How long to train, what to measure and what to leave behind."""
+
+    steps: Positive = 300
+    """Updates of the weights."""
+    eval_every: Count = 100
+    """Steps between two evaluations on held-out text. 0: only at the end."""
+    eval_batches: Positive = 8
+    """Micro-batches of one evaluation on each rank."""
+    out: Path | None = None
+    """Folder for metrics, curve and weights. null: runs/ and the time of the start."""
+    overwrite: Flag = False
+    """Replace the run that `out` holds."""
+    sample_tokens: Count = 200
+    """Tokens to generate at the end. 0: none."""
+    prompt: str = ""
+    """Text that the sample continues. Empty: the beginning of a document."""
+    temperature: NonNegativeReal = 0.8
+    """Sharpness of the sample's draws; 0 takes the likeliest token."""
+    top_k: Positive | None = 40
+    """Draw among this many likeliest tokens. null: all."""
+
+
+class PretrainConfig(Section):
+    """One training run."""
+
+    data: DataConfig = DataConfig()
+    """The text."""
+    model: ModelConfig = ModelConfig()
+    """The model."""
+    run: RunConfig = RunConfig()
+    """The run."""
+    engine: Config = Config()
+    """Everything the engine is told."""
+
+
+_DECAYING = ("cosine", "linear", "polynomial")
+_OWN: dict[str, type[Section]] = {"data": DataConfig, "model": ModelConfig, "run": RunConfig}
+
+
+def load_pretrain(
+    source: str | Path | Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
+) -> PretrainConfig:
+    """Read a run's configuration and fill in the trainer's defaults.
+
+    source: a file or dict as described above, or None. overrides: values that win, by dotted key: "data.", "model." and
+    "run." for the blocks of this file, and the keys of `trilithon.Config` for the rest.
+    Raises ConfigError listing what is wrong.
+    """
+    raw: dict[str, Any] = {}
+    if source is not None:
+        raw = dict(source) if isinstance(source, Mapping) else read(source)[0]
+    blocks = {name: raw.pop(name, {}) for name in _OWN}
+    given = dict(overrides or {})
+    own = {key: given.pop(key) for key in list(given) if key.partition(".")[0] in _OWN}
+    data = _section("data", blocks["data"], own)
+    model = _section("model", blocks["model"], own)
+    run = _section("run", blocks["run"], own)
+    assert isinstance(data, DataConfig) and isinstance(model, ModelConfig) and isinstance(run, RunConfig)
+    if data.tokenizer == "bpe" and data.vocab_size is None:
+        data = DataConfig(**{**data.model_dump(), "vocab_size": 4096})
+    if not data.paths:
+        raise ConfigError("no data is given: pass --data with files, folders or patterns, or data.paths in the file.")
+    model.shape(data.vocab_size or 257)  # numbers that do not go together are found before any process starts
+    return PretrainConfig(data=data, model=model, run=run, engine=_engine(raw, given, run.steps))
+
+
+def _section(name: str, block: Any, overrides: Mapping[str, Any]) -> Section:
+    """One of our own blocks with its overrides; problems are reported under dotted keys."""
+    if not isinstance(block, Mapping):
+        raise ConfigError(f"{name}: must be a block of keys, not {block!r}.")
+    values = dict(block)
+    for key, value in overrides.items():
+        first, _, rest = key.partition(".")
+        if first == name:
+            if not rest:
+                raise ConfigError(f"{name} is a block: set one of its keys, such as {name}.{_first_key(name)}.")
+            values[rest] = value
+    problems = [f"{name}.{key}: {text}" for key, text in unknown_keys(values, _OWN[name])]
+    if not problems:
+        try:
+            return _OWN[name].model_validate(values)
+        except ValidationError as error:
+            problems = [describe(dotted((name, *item["loc"])), item) for item in error.errors()]
+    raise ConfigError("\n".join(problems))
+
+
+def _first_key(name: str) -> str:
+    return next(iter(_OWN[name].model_fields))
+
+
+def _engine(raw: Mapping[str, Any], given: Mapping[str, Any], steps: int) -> Config:
+    """The engine's part: what the file leaves open gets values that train a language model."""
+    written = Config.load(raw, overrides=_without_partial_choices(given))
+    settings: dict[str, Any] = {}
+    if written.optimizer is None and _kind(given, "optimizer") in (None, "adamw"):
+        settings["optimizer"] = {"kind": "adamw", "lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    if written.lr_schedule is None and _kind(given, "lr_schedule") in (None, *_DECAYING):
+        settings["lr_schedule"] = {
+            "kind": "cosine",
+            "total_steps": steps,
+            "warmup_steps": max(steps // 20, 1),
+            "min_ratio": 0.1,
+        }
+    if "clip_norm" not in written.model_fields_set:
+        settings["clip_norm"] = 1.0
+    if written.batch.micro_size is None and written.batch.global_size is None:
+        settings["batch"] = {"micro_size": DEFAULT_MICRO_SIZE}
+    settings["monitor"] = {
+        name: True for name in ("jsonl", "csv", "tensorboard") if name not in written.monitor.model_fields_set
+    }
+    _merge(settings, _nested(given))
+    return Config.load(raw, overrides=settings)
+
+
+def _kind(given: Mapping[str, Any], block: str) -> Any:
+    """The kind that overrides choose for a block, None if they leave it open."""
+    return given.get(f"{block}.kind", given.get(block))
+
+
+def _without_partial_choices(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What can be read before the defaults are known: "optimizer.lr" alone does not say which optimizer."""
+    return {key: value for key, value in given.items() if key.partition(".")[0] not in ("optimizer", "lr_schedule")}
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys to nested blocks; a bare kind becomes a block, so that keys beside it can be set."""
+    nested: dict[str, Any] = {}
+    for key, value in sorted(flat.items(), key=lambda item: item[0].count(".")):
+        *above, name = key.split(".")
+        here = nested
+        for part in above:
+            below = here.get(part)
+            here[part] = below if isinstance(below, dict) else ({"kind": below} if isinstance(below, str) else {})
+            here = here[part]
+        bare_kind = not above and name in ("optimizer", "lr_schedule", "precision") and isinstance(value, str)
+        here[name] = {"kind": value} if bare_kind else value
+    return nested
+
+
+def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> None:
+    """`over` into `base`, block by block."""
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
+        else:
+            base[key] = value
