@@ -22,7 +22,9 @@ def wait_for(n):
         time.sleep(0.01)
 """
 
-IN_A_COLLECTIVE = NOTE_PID + """
+IN_A_COLLECTIVE = (
+    NOTE_PID
+    + """
 import torch.distributed as dist
 dist.init_process_group("gloo")
 if rank == 1:
@@ -31,14 +33,20 @@ if rank == 1:
     raise ValueError("boom on rank one")
 dist.barrier()
 """
+)
 
-SLEEPERS = NOTE_PID + """
+SLEEPERS = (
+    NOTE_PID
+    + """
 wait_for(3)
 (folder / f"ready{rank}").touch()
 time.sleep(120)
 """
+)
 
-DEAF = NOTE_PID + """
+DEAF = (
+    NOTE_PID
+    + """
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -50,8 +58,11 @@ if rank == 1:
     sys.exit(7)
 time.sleep(120)
 """
+)
 
-WITH_GRANDCHILD = NOTE_PID + """
+WITH_GRANDCHILD = (
+    NOTE_PID
+    + """
 import subprocess
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
 (folder / f"grandchild{rank}.tmp").write_text(str(child.pid))
@@ -62,6 +73,7 @@ if rank == 1:
     os._exit(5)
 time.sleep(120)
 """
+)
 
 
 def start(folder: Path, script: str, nproc: int = 3) -> subprocess.Popen[str]:
@@ -164,7 +176,9 @@ def test_a_missing_script_is_refused_before_anything_starts(tmp_path):
 
 
 def test_the_rank_that_was_killed_is_named_not_the_ones_that_followed(tmp_path):
-    script = NOTE_PID + """
+    script = (
+        NOTE_PID
+        + """
 wait_for(2)
 if rank == 1:
     os.kill(os.getpid(), 9)
@@ -175,6 +189,7 @@ while os.path.exists(f"/proc/{(folder / 'rank1.pid').read_text()}/fd"):
         break
 raise RuntimeError("connection closed by peer")
 """
+    )
     launcher = start(tmp_path, script, nproc=2)
     _, stderr = launcher.communicate(timeout=30)
     assert launcher.returncode == 128 + 9

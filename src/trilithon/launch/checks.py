@@ -16,7 +16,9 @@ def check_command(command: Command) -> None:
     """Raises LaunchError if what every rank would run does not exist here. Imports nothing of the user's."""
     if command.kind == "program":
         if shutil.which(command.target) is None:
-            raise LaunchError(f"program {command.target!r} was not found or may not be executed. Check the name and PATH.")
+            raise LaunchError(
+                f"program {command.target!r} was not found or may not be executed. Check the name and PATH."
+            )
     elif command.kind == "module":
         top = command.target.split(".")[0]
         sys.path.insert(0, os.getcwd())

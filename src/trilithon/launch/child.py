@@ -58,11 +58,12 @@ def _run_script(path: str) -> None:
         runpy.run_path(path, run_name="__main__")
         return
     module = types.ModuleType("__main__")
+    path = os.path.abspath(path)
     module.__file__ = path
     module.__loader__ = SourceFileLoader("__main__", path)
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
-    with io.open_code(os.path.abspath(path)) as file:
+    with io.open_code(path) as file:
         code = compile(file.read(), path, "exec")
     exec(code, module.__dict__)
 

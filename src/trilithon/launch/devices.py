@@ -121,8 +121,8 @@ def filter_base(environment: Mapping[str, str], machine: LocalMachine) -> tuple[
         raise ConfigError(f"--include or --exclude with {VISIBLE}={environment[VISIBLE]!r}, which hides every device.")
     if not all(entry.isdigit() for entry in shown):
         raise ConfigError(
-            f"--include and --exclude name devices by index, but {VISIBLE}={environment[VISIBLE]} names them otherwise. "
-            f"Keep one of the two."
+            f"--include and --exclude name devices by index, but {VISIBLE}={environment[VISIBLE]} names them "
+            f"otherwise. Keep one of the two."
         )
     return tuple(sorted(int(entry) for entry in shown))
 

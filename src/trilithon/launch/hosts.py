@@ -162,13 +162,13 @@ def _slot_list(text: str) -> tuple[int, ...]:
     return tuple(sorted(slots))
 
 
-def _check_known(
-    hosts: Sequence[Host], wanted: dict[str, tuple[int, ...] | None], option: str, text: str
-) -> None:
+def _check_known(hosts: Sequence[Host], wanted: dict[str, tuple[int, ...] | None], option: str, text: str) -> None:
     known = {host.name: host for host in hosts}
     for name, slots in wanted.items():
         if name not in known:
-            raise ConfigError(f"{option} {text!r} names {name}, which is not there. Hosts and slots: {_listing(hosts)}.")
+            raise ConfigError(
+                f"{option} {text!r} names {name}, which is not there. Hosts and slots: {_listing(hosts)}."
+            )
         absent = [s for s in slots or () if s not in known[name].slots]
         if absent:
             raise ConfigError(

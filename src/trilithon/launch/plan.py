@@ -113,9 +113,7 @@ class Plan:
                     "MASTER_PORT": "free" if self.master_port is None else str(self.master_port),
                     **self.added_environment(place),
                 }
-                rows.append(
-                    Process(node.host, len(rows), local_rank, device, environment, tuple(self.command.words()))
-                )
+                rows.append(Process(node.host, len(rows), local_rank, device, environment, tuple(self.command.words())))
         return rows
 
     def added_environment(self, node_rank: int) -> dict[str, str]:
@@ -177,8 +175,8 @@ def _from_host_file(
     assert options.host_file is not None
     if slurm is not None and len(slurm.nodes) > 1:
         raise ConfigError(
-            f"--host-file {options.host_file} was given inside a SLURM step of {len(slurm.nodes)} nodes. Leave the host "
-            "file out (SLURM's node list is used), or start outside srun."
+            f"--host-file {options.host_file} was given inside a SLURM step of {len(slurm.nodes)} nodes. Leave the "
+            "host file out (SLURM's node list is used), or start outside srun."
         )
     listed = read_host_file(options.host_file)
     hosts = select(listed, options.include, options.exclude)
@@ -213,8 +211,8 @@ def _place_of_this_machine(hosts: list[Host], options: LaunchOptions, machine: L
         return options.node_rank
     if len(hosts) > 1:
         raise ConfigError(
-            f"{options.host_file} names {len(hosts)} hosts ({', '.join(host.name for host in hosts)}). Add --ssh to start "
-            "them all from here, or run the same command with --node-rank 0, 1, ... on each of them."
+            f"{options.host_file} names {len(hosts)} hosts ({', '.join(host.name for host in hosts)}). Add --ssh to "
+            "start them all from here, or run the same command with --node-rank 0, 1, ... on each of them."
         )
     if hosts[0].name not in machine.names:
         raise ConfigError(

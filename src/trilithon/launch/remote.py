@@ -58,7 +58,9 @@ def run_over_ssh(plan: Plan, ssh: Sequence[str] = DEFAULT_SSH) -> int:
                 command = [*ssh, node.host, line]
                 nodes.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
             except OSError as error:
-                raise LaunchError(f"{ssh[0]} could not be started: {error.strerror}. Install it or give --ssh-command.") from None
+                raise LaunchError(
+                    f"{ssh[0]} could not be started: {error.strerror}. Install it or give --ssh-command."
+                ) from None
         while not stopped:
             statuses = [process.poll() for process in nodes]
             failed = next((status for status in statuses if status), None)

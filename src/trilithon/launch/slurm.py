@@ -31,9 +31,7 @@ def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
     Raises ConfigError when the variables contradict each other or when srun started several tasks per node (the
     launcher starts the processes of a node itself).
     """
-    if "SLURM_PROCID" not in environment or not (
-        "SLURM_STEP_ID" in environment or "SLURM_STEPID" in environment
-    ):
+    if "SLURM_PROCID" not in environment or not ("SLURM_STEP_ID" in environment or "SLURM_STEPID" in environment):
         return None  # a batch script or an allocation without srun: SLURM variables, but no step
     listing = _first(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     if listing is None:
@@ -42,8 +40,8 @@ def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
     tasks = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=len(nodes))
     if tasks != len(nodes):
         raise ConfigError(
-            f"SLURM started {tasks} tasks on {len(nodes)} nodes, but the launcher starts the processes of a node itself. "
-            "Use `srun --ntasks-per-node=1 trilithon launch --nproc N script.py`."
+            f"SLURM started {tasks} tasks on {len(nodes)} nodes, but the launcher starts the processes of a node "
+            "itself. Use `srun --ntasks-per-node=1 trilithon launch --nproc N script.py`."
         )
     rank = _number(environment, "SLURM_NODEID", "SLURM_PROCID", default=0)
     if rank >= len(nodes):
@@ -67,7 +65,9 @@ def expand_node_list(text: str) -> tuple[str, ...]:
             choices = [piece[2]] if piece[1] is None else _expand_ranges(piece[1], text)
             expanded = [prefix + choice for prefix in expanded for choice in choices]
         if consumed != len(part) or not part:
-            raise ConfigError(f"SLURM node list {text!r} cannot be read at {part!r}. Expected a form like gpu[01-03,07].")
+            raise ConfigError(
+                f"SLURM node list {text!r} cannot be read at {part!r}. Expected a form like gpu[01-03,07]."
+            )
         names += expanded
     return tuple(names)
 
@@ -87,7 +87,9 @@ def _expand_ranges(body: str, text: str) -> list[str]:
     for item in body.split(","):
         matched = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
         if matched is None:
-            raise ConfigError(f"SLURM node list {text!r} cannot be read at {item!r}. Expected numbers or ranges: 01-03.")
+            raise ConfigError(
+                f"SLURM node list {text!r} cannot be read at {item!r}. Expected numbers or ranges: 01-03."
+            )
         first, last = matched[1], matched[2] or matched[1]
         if int(last) < int(first) or int(last) - int(first) > 100_000:
             raise ConfigError(f"SLURM node list {text!r}: range {item!r} runs backwards or is too long.")
