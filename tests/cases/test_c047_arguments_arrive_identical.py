@@ -10,7 +10,8 @@ import pytest
 
 ARGUMENTS = [
     '--a="x y"', "--a=x y", "--b", "p q", "", '{"lr": 1e-3, "name": "a b"}', "--", "-5", "--nproc", "7", "$HOME",
-    "$$HOME", "${local_rank}", "`id`", "a\\b", "*", "line\nbreak", "é", "--help", "--dry-run", "-m", "@file", "x;y", "%s",
+    "$$HOME", "${local_rank}", "`id`", "a\\b", "*", "line\nbreak", "é", "--help", "--dry-run", "-m", "@file", "x;y",
+    "%s",
 ]  # fmt: skip
 
 DUMP = """

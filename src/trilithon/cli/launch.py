@@ -24,6 +24,7 @@ DeviceChoice = Literal["auto", "cuda", "cpu"]
 def run(
     target: Annotated[str, typer.Argument(metavar="SCRIPT", help="Python script (or module, program) of every rank.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Passed on untouched.")] = None,
+    *,
     nproc: Annotated[
         int | None,
         typer.Option("--nproc", "-n", help="Processes on this machine. Default: its visible accelerators, or 1."),
