@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+DOCTOR = [sys.executable, "-m", "trilithon.cli.doctor"]
+
+
+def test_doctor_measures_two_ranks_within_its_time():
+    start = time.monotonic()
+    done = subprocess.run([*DOCTOR, "--json"], capture_output=True, text=True, timeout=60, check=False)
+    assert time.monotonic() - start < 20
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["can_train"] is True
+    assert facts["bandwidth"]["two_ranks"]["reduce_scatter_bytes_per_s"] > 0, facts["bandwidth"]
+    assert facts["bandwidth"]["memory_copy"]["bytes_per_s"] > 0
+    assert facts["torch"]["backends"]["gloo"] is True
+
+
+def test_without_bandwidth_nothing_is_measured():
+    done = subprocess.run([*DOCTOR, "--no-bandwidth"], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "two ranks" not in done.stdout
+    assert "kernel adam_step" in done.stdout
+
+
+def test_a_broken_torch_is_an_error_and_the_rest_is_still_told(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('libc10.so: cannot open shared object file')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([*DOCTOR], capture_output=True, text=True, timeout=30, check=False, env=environment)
+    assert done.returncode == 1
+    assert "error: torch cannot be imported: ImportError: libc10.so" in done.stdout
+    assert "host memory" in done.stdout
