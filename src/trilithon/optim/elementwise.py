@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trilithon.contracts import ReduceOp, Slice, SyncMode
 from trilithon.errors import CheckpointError
+from trilithon.optim.participation import Participation, cut
 
 Settings = MutableMapping[str, Any]
 
@@ -44,7 +45,7 @@ class Elementwise:
     def __init__(self, rule: Rule, groups: Sequence[Settings]) -> None:
         self.groups = groups
         self._rule = rule
-        self._updates = 0
+        self._participation = Participation()
         self._states: dict[str, dict[str, Tensor]] = {}
 
     def sync_mode(self, step: int) -> SyncMode:
@@ -58,10 +59,12 @@ class Elementwise:
         done: Callable[[Slice], None],
         combine: Callable[[Tensor, ReduceOp], Tensor],
     ) -> None:
-        self._updates += 1
+        self._participation.begin(slices)
         for slice_ in slices:
-            settings = self.groups[slice_.group]
-            self._rule.step(slice_, self.state(slice_), settings, self._updates, grad_scale)
+            settings, state = self.groups[slice_.group], self.state(slice_)
+            for start, stop, update in self._participation.runs(slice_):
+                part, its_state = cut(slice_, state, start, stop)
+                self._rule.step(part, its_state, settings, update, grad_scale)
             done(slice_)
 
     def state(self, slice_: Slice) -> dict[str, Tensor]:
@@ -72,10 +75,10 @@ class Elementwise:
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rule": self._rule.name, "updates": self._updates}
+        return {"rule": self._rule.name, **self._participation.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._updates = read_updates(state, self._rule.name)
+        self._participation.load(read_updates(state, self._rule.name), state.get("missed", {}))
 
     def close(self) -> None:
         self._states.clear()

@@ -59,12 +59,17 @@ class Foreign:
     ) -> None:
         for slice_ in slices:
             for parameter, start, numel in self._bind(slice_):
+                if self._whole and self._names[id(parameter)] in slice_.idle:
+                    continue  # its grad is None, which torch's optimizers skip
                 gradient = torch.empty_like(slice_.master[start : start + numel])
                 read_gradient_(gradient, slice_.grad[start : start + numel], grad_scale)
                 parameter.grad = gradient.view_as(parameter)
         for witness in self._witnesses:
             witness.grad = torch.zeros(1)
+        idle = [kept for slice_ in slices for kept in self._idle_values(slice_)]
         self._optimizer.step()
+        for live, before in idle:
+            live.copy_(before)
         for slice_ in slices:
             for parameter, start, numel in self._flats[slice_.key]:
                 parameter.grad = None
@@ -75,6 +80,14 @@ class Foreign:
             if slice_.low is not None:
                 slice_.low.copy_(slice_.master)
             done(slice_)
+
+    def _idle_values(self, slice_: Slice) -> list[tuple[Tensor, Tensor]]:
+        """(live, copy) of what must not move because its parameter got no gradient; its step counters do move."""
+        if self._whole or not slice_.idle:
+            return []
+        fields = [slice_.master, *self.state(slice_).values()]
+        spans = [slice(s.offset, s.offset + s.numel) for s in slice_.shards if s.name in slice_.idle]
+        return [(field[span], field[span].clone()) for field in fields for span in spans]
 
     def _bind(self, slice_: Slice) -> list[Flat]:
         """The optimizer's parameters for this slice, made when it is first seen."""

@@ -17,6 +17,7 @@ from trilithon.contracts import ReduceOp, Shard, Slice, SyncMode
 from trilithon.kernels import sum_of_squares
 from trilithon.kernels.chunks import chunks
 from trilithon.optim.elementwise import Settings, read_updates
+from trilithon.optim.participation import Participation, cut
 from trilithon.optim.formulas import lamb_direction, lamb_moments_, lamb_ratio
 
 _NAME = "lamb"
@@ -33,7 +34,7 @@ class Lamb:
         self.groups = groups
         self._place = {name: index for index, name in enumerate(names)}
         self._device = device
-        self._updates = 0
+        self._participation = Participation()
         self._states: dict[str, dict[str, Tensor]] = {}
 
     def sync_mode(self, step: int) -> SyncMode:
@@ -48,7 +49,7 @@ class Lamb:
         done: Callable[[Slice], None],
         combine: Callable[[Tensor, ReduceOp], Tensor],
     ) -> None:
-        self._updates += 1
+        self._participation.begin(slices)
         squares = [[0.0, 0.0] for _ in self._place]  # of the weights and of the direction, per parameter
         for slice_ in slices:
             self._move_moments(slice_, grad_scale)
@@ -65,7 +66,9 @@ class Lamb:
     def _move_moments(self, slice_: Slice, grad_scale: float) -> None:
         state, settings = self.state(slice_), self.groups[slice_.group]
         betas = (float(settings["betas"][0]), float(settings["betas"][1]))
-        lamb_moments_(slice_.grad, state["exp_avg"], state["exp_avg_sq"], betas=betas, grad_scale=grad_scale)
+        for start, stop, _ in self._participation.runs(slice_):
+            part, its = cut(slice_, state, start, stop)
+            lamb_moments_(part.grad, its["exp_avg"], its["exp_avg_sq"], betas=betas, grad_scale=grad_scale)
 
     def _move_weights(self, slice_: Slice, totals: list[list[float]]) -> None:
         settings = self.groups[slice_.group]
@@ -85,7 +88,7 @@ class Lamb:
         Making it twice costs arithmetic and saves a buffer as large as the parameters.
         """
         state, settings = self.state(slice_), self.groups[slice_.group]
-        for shard in slice_.shards:
+        for shard in (shard for shard in slice_.shards if shard.name not in slice_.idle):
             span = slice(shard.offset, shard.offset + shard.numel)
             p, m, v = slice_.master[span], state["exp_avg"][span], state["exp_avg_sq"][span]
             for part in chunks(p):
@@ -97,7 +100,7 @@ class Lamb:
                     betas=(float(settings["betas"][0]), float(settings["betas"][1])),
                     eps=float(settings["eps"]),
                     weight_decay=float(settings.get("weight_decay", 0.0)),
-                    step=self._updates,
+                    step=self._participation.of(shard.name),
                     bias_correction=bool(settings.get("bias_correction", True)),
                 )
                 yield shard, p[part], direction
@@ -110,10 +113,10 @@ class Lamb:
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rule": _NAME, "updates": self._updates}
+        return {"rule": _NAME, **self._participation.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._updates = read_updates(state, _NAME)
+        self._participation.load(read_updates(state, _NAME), state.get("missed", {}))
 
     def close(self) -> None:
         self._states.clear()
