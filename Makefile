@@ -30,10 +30,11 @@ quickstart: $(READY) ## train a small GPT on two processes with ZeRO stage 3, fr
 test: $(READY) ## run every test; PYTEST_FLAGS=tests/unit runs a part
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true $(PYTEST_FLAGS)
 
-lint: $(READY) types ## check style, format, types, and that imports point down
+lint: $(READY) ## check style, format, types, and that imports point down
 	$(BIN)/ruff check $(wildcard $(CODE))
 	$(BIN)/ruff format --check $(wildcard $(CODE))
 	$(BIN)/lint-imports
+	$(BIN)/mypy
 
 types: $(READY) ## check types only (mypy, strict)
 	$(BIN)/mypy
