@@ -48,4 +48,4 @@ docs: $(READY) ## run the examples that the documentation shows
 
 clean: ## remove everything that was built, .venv included; keeps runs/
 	rm -rf .venv build dist .mypy_cache .ruff_cache .import_linter_cache .pytest_cache
-	find src tests benchmarks examples \( -name __pycache__ -o -name '*.egg-info' \) -type d -prune -exec rm -rf {} +
+	find $(wildcard $(CODE)) \( -name __pycache__ -o -name '*.egg-info' \) -type d -prune -exec rm -rf {} +
