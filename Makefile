@@ -30,10 +30,11 @@ quickstart: $(READY) ## train a small GPT on two processes with ZeRO stage 3, fr
 test: $(READY) ## run every test; PYTEST_FLAGS=tests/unit runs a part
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true $(PYTEST_FLAGS)
 
-lint: $(READY) types ## check style, format, types, and that imports point down
+lint: $(READY) ## check style, format, types, and that imports point down
 	$(BIN)/ruff check $(wildcard $(CODE))
 	$(BIN)/ruff format --check $(wildcard $(CODE))
 	$(BIN)/lint-imports
+	$(BIN)/mypy
 
 types: $(READY) ## check types only (mypy, strict)
 	$(BIN)/mypy
@@ -47,4 +48,4 @@ docs: $(READY) ## run the examples that the documentation shows
 
 clean: ## remove everything that was built, .venv included; keeps runs/
 	rm -rf .venv build dist .mypy_cache .ruff_cache .import_linter_cache .pytest_cache
-	find src tests benchmarks examples \( -name __pycache__ -o -name '*.egg-info' \) -type d -prune -exec rm -rf {} +
+	find $(wildcard $(CODE)) \( -name __pycache__ -o -name '*.egg-info' \) -type d -prune -exec rm -rf {} +

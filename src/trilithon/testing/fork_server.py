@@ -35,6 +35,7 @@ from trilithon.testing.rank_process import DUMP_SIGNAL, Job, Report, Streams, en
 
 _GRACE_S = 0.5  # how long the other ranks may still report an error of their own after the first failure
 _DUMP_S = 0.3  # how long a rank has to write its stacks before it is ended
+_LEFTOVER_S = 0.3  # how long processes that a rank started may outlive it
 _DEATH_NOTICE_S = 0.25  # a death without a report is seen later than the errors it causes in peers; dated back by this
 _OUTPUT_LIMIT = 256 * 1024  # bytes of a rank's output that are kept, from its end
 _WARM = (
@@ -86,7 +87,7 @@ class _Rank:
     def end(self, ending: Ending) -> None:
         if self.exit_code is None:
             self.ended_as = self.ended_as or ending
-            _end_group(self.pid)
+            os.kill(self.pid, signal.SIGKILL)
 
     def report(self) -> Report | None:
         self.report_file.seek(0)
@@ -133,12 +134,12 @@ class _Running:
     def reap(self) -> None:
         """Collect ranks that are over, and end whatever a rank left running in its process group."""
         for rank in self.alive():
-            if os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            pid, status = os.waitpid(rank.pid, os.WNOHANG)
+            if pid == 0:
                 continue
-            _end_group(rank.pid)  # before the pid is free for somebody else
-            _, status = os.waitpid(rank.pid, 0)
             rank.seen_at = time.monotonic()
             rank.exit_code = os.waitstatus_to_exitcode(status)
+            _end_group(rank.pid)
 
 
 def serve(descriptor: int) -> None:
@@ -287,9 +288,18 @@ def _stop(ranks: Sequence[_Rank], ending: Ending) -> None:
         rank.end(ending)
 
 
-def _end_group(pid: int) -> None:
+def _end_group(leader: int) -> None:
+    """End what a rank left running. While any of it is, the leader's number cannot be given to another process.
+
+    It gets a moment to end by itself: Python's resource tracker is among it, which removes shared memory that a rank
+    made and could not unlink.
+    """
+    ends_at = time.monotonic() + _LEFTOVER_S
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+        while time.monotonic() < ends_at:
+            os.killpg(leader, 0)  # raises once nobody is left
+            time.sleep(0.002)
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _record(rank: _Rank, started: float) -> Record:

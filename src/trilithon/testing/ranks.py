@@ -36,6 +36,7 @@ from trilithon.testing.rank_results import RankResult, RanksError, failure, rank
 
 _START_LIMIT_S = 180.0  # for the server to import torch on a machine that is busy
 _ANSWER_LIMIT_S = 30.0  # beyond a job's own time, for dumping stacks and collecting ranks
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
 _BOOT += "from trilithon.testing.fork_server import serve; serve(int(sys.argv[1]))"
 
@@ -161,7 +162,7 @@ def _job(
         timeout_s=timeout_s,
         init=init,
         end_on_failure=end_on_failure,
-        environ={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **(env or {})},
+        environ={**os.environ, **_ONE_THREAD, **(env or {})},
         import_path=tuple(os.path.abspath(entry) for entry in sys.path),
         folder=os.getcwd(),
     )
@@ -195,7 +196,7 @@ class _Server:
             stderr=self._errors,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # an interrupt typed at the terminal reaches the caller only
-            env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"},
+            env={**os.environ, **_ONE_THREAD},
         )
         theirs.close()
         try:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
 import torch
@@ -94,6 +95,12 @@ def leaves_a_child_behind(pid_folder: str) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     with open(os.path.join(pid_folder, str(child.pid)), "w"):
         pass
+
+
+def leaves_shared_memory_behind(name: str) -> None:
+    SharedMemory(name=name, create=True, size=4096)
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave_pid(folder: str) -> None:

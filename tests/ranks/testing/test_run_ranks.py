@@ -121,6 +121,13 @@ def test_what_a_rank_started_ends_with_it(tmp_path):
     assert wait_until_gone([pid]) == []
 
 
+def test_shared_memory_of_a_killed_rank_is_removed():
+    name = f"trilithon-test-{os.getpid()}"
+    (result,) = run_ranks_raw(bodies.leaves_shared_memory_behind, 1, name)
+    assert result.ending is Ending.KILLED
+    assert not os.path.exists(f"/dev/shm/{name}")
+
+
 def test_raw_results_carry_exit_codes_output_and_values_and_do_not_raise():
     first, second = run_ranks_raw(bodies.one_exits, 2, 7)
     assert (first.ending, first.exit_code, first.value) == (Ending.RETURNED, 0, "done")
