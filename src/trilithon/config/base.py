@@ -7,6 +7,7 @@ may be written as `5e8`. Building a section by hand raises `ConfigError`, as loa
 from __future__ import annotations
 
 import math
+import numbers
 import reprlib
 from typing import Annotated, Any, Literal
 
@@ -92,13 +93,13 @@ def describe(key: str, error: Any) -> str:
 def _whole(value: Any) -> Any:
     if isinstance(value, float) and math.isfinite(value) and value == int(value):
         return int(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):  # numpy's integers included
+        return int(value)
     raise PydanticCustomError("whole_number", "must be a whole number")
 
 
 def _real(value: Any) -> Any:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
         try:
             return float(value)
         except OverflowError:

@@ -38,8 +38,8 @@ def recognise(raw: Mapping[str, Any], native: Collection[str], draft: Draft) -> 
     elif optimizer is not None:
         ours.append("optimizer")
     if ours and theirs:
-        equivalents = {key: f" ({entry.key} here)" for key, entry in TABLE.items() if isinstance(entry, To)}
-        shown = ", ".join(f"{key}{equivalents.get(key, '')}" for key in theirs)
+        names = native_names(TABLE)
+        shown = ", ".join(f"{key} ({names[key]} here)" if key in names else key for key in theirs)
         draft.problem(
             "",
             f"holds keys of trilithon ({', '.join(ours)}) and keys of DeepSpeed ({shown}), so that it is not clear "
@@ -52,6 +52,23 @@ def recognise(raw: Mapping[str, Any], native: Collection[str], draft: Draft) -> 
     return "deepspeed" if any(vote is not None and vote not in native for vote in votes) else "native"
 
 
+def native_names(table: Mapping[str, Entry]) -> dict[str, str]:
+    """DeepSpeed's name of a setting, without its blocks -> the dotted native key, for keys that are simply mapped."""
+    names: dict[str, str] = {}
+    for name, entry in table.items():
+        if isinstance(entry, To):
+            names[name] = entry.key
+        elif isinstance(entry, Block):
+            names.update(native_names(entry.keys))
+    return names
+
+
+def check_release(release: str) -> None:
+    """Raise ConfigError unless it is a release whose defaults are known."""
+    if release not in RELEASES:
+        raise ConfigError(f"deepspeed_release={show(release)}: known are {' and '.join(RELEASES)}.")
+
+
 def read_deepspeed(
     raw: Mapping[str, Any],
     draft: Draft,
@@ -61,9 +78,7 @@ def read_deepspeed(
     expected: Mapping[str, Any],
     release: str,
 ) -> None:
-    """Map a DeepSpeed block onto the native draft. Raises ConfigError for an unknown release, for nothing else."""
-    if release not in RELEASES:
-        raise ConfigError(f"deepspeed_release={show(release)}: known are {' and '.join(RELEASES)}.")
+    """Map a DeepSpeed block onto the native draft; what is wrong is added to the draft's problems."""
     reader = _Reader(draft, release)
     block = {key: _copied(value) for key, value in raw.items() if key not in native or key == "optimizer"}
     reader.compare(block, dict(leaves(expected)))

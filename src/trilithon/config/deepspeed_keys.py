@@ -10,7 +10,7 @@ _ONE_BUCKET = "gathers use the same buckets as reductions (reduce_bucket_size)"
 _ONCE = "gradients are divided once, when they are averaged"
 _UNITS = "parameters are gathered in units chosen from the module tree; zero.unit_classes names their classes"
 _CHECKS = "it switches a diagnosis inside DeepSpeed"
-_PORTABLE = "checkpoints hold fp32 master values and load on any number of ranks"
+_PORTABLE = "it is about DeepSpeed's own checkpoints, which this version does not read"
 _QUANTISED = "quantised or two-level communication (ZeRO++) is not in this version; set it to false"
 _DEPRECATED_OFFLOAD = "keeping state in host memory is not in this version; set it to false or leave it out"
 
@@ -104,11 +104,13 @@ BF16: dict[str, Entry] = {
 
 _NOT_READ = "checkpoints of DeepSpeed are not read by this version; set it to false"
 CHECKPOINT: dict[str, Entry] = {
-    "tag_validation": Idle("the ranks always agree on a checkpoint's name", "text"),
+    "tag_validation": Idle(_PORTABLE, "text"),
     "load_universal": Only((False, None), _NOT_READ),
-    "use_node_local_storage": Only((False, None), "checkpoints go to one folder that all ranks share; set it to false"),
+    "use_node_local_storage": Only(
+        (False, None), "checkpoints on the disks of several machines are not in this version; set it to false"
+    ),
     "parallel_write": Block({"pipeline_stage": Only((False, None), "there are no pipeline stages; set it to false")}),
-    "checkpoint_serialization": Idle("the format of checkpoints is fixed", "flag"),
+    "checkpoint_serialization": Idle(_PORTABLE, "flag"),
     "writer": Only((None,), "checkpoint writers cannot be chosen in this version; leave it out"),
 }
 

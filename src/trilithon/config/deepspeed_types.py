@@ -135,7 +135,7 @@ def read_scheduler(reader: Reader, block: Any) -> None:
         reader.draft.problem(
             "scheduler.type",
             f"scheduler.type={show(name)}: unknown; {f'did you mean {close}? ' if close else ''}known are "
-            f"{', '.join(_SCHEDULERS)}. Pass a scheduler of torch to initialize(lr_schedule=...)",
+            f"{', '.join(_SCHEDULERS)}. Another schedule can be written in trilithon's own format",
         )
         return
     reader.put("lr_schedule.kind", cls.model_fields["kind"].default, "scheduler.type")

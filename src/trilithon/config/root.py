@@ -17,7 +17,8 @@ from trilithon.config import sources
 from trilithon.config.base import Count, NonNegativeReal, Section, describe, dotted, kind_of, show
 from trilithon.config.batch import BatchConfig, ResolvedBatch
 from trilithon.config.comm import CommConfig
-from trilithon.config.deepspeed_json import check_batch, read_deepspeed, recognise
+from trilithon.config.deepspeed_json import check_batch, check_release, native_names, read_deepspeed, recognise
+from trilithon.config.deepspeed_keys import TABLE
 from trilithon.config.monitor import MonitorConfig
 from trilithon.config.naming import field_path, unknown_keys
 from trilithon.config.optimizer import OptimizerConfig
@@ -135,12 +136,15 @@ def examine(
         filled from them and each different value is a problem.
     deepspeed_release: "0.19" or "0.16", whose defaults a DeepSpeed file relies on.
     """
+    check_release(deepspeed_release)
     draft, form = _draft(source, auto or {}, expected or {}, deepspeed_release)
     _apply_overrides(draft, overrides or {})
     if form == "deepspeed":
         check_batch(draft)
     for key, text in unknown_keys(draft.values, Config):
-        _add_problem(draft, key, f"{key}: {text}")
+        theirs = native_names(TABLE).get(key.rpartition(".")[2])
+        hint = f"; what DeepSpeed calls so is {theirs} here" if theirs else ""
+        _add_problem(draft, key, f"{key}: {text}{hint}")
     config = _build(draft)
     if config is not None:
         draft.notes.extend(_without_effect(config, draft))

@@ -154,6 +154,7 @@ def test_all_problems_come_at_once_each_with_file_and_key(tmp_path):
     ("block", "part"),
     [
         ({"stage": 1}, "stage: unknown key; belongs at zero.stage"),
+        ({"zero": {"reduce_bucket_size": 1}}, "what DeepSpeed calls so is zero.bucket_numel here"),
         ({"lr": 1}, "lr: unknown key; belongs at optimizer.lr"),
         ({"optimizer": {"lr": 1}}, "optimizer.kind: missing; one of adam, adamw"),
         ({"optimizer": {"kind": "sgd", "betas": [0, 0]}}, "optimizer.betas: not a key of sgd; adam or adamw or lion"),
@@ -242,6 +243,14 @@ def test_values_without_effect_are_noted():
 def test_expected_values_that_differ_are_problems_in_the_native_format_too():
     found = problems_of({"batch": {"micro_size": 2}, "clip_norm": 1}, expected={"batch.micro_size": 4, "clip_norm": 1})
     assert found == ["config: batch.micro_size=2, but the caller's arguments say 4; change one"]
+
+
+def test_integers_of_other_libraries_are_whole_numbers():
+    numpy = pytest.importorskip("numpy")
+    config = Config.load({"seed": numpy.int64(7), "clip_norm": numpy.float32(0.5)})
+    assert (type(config.seed), config.seed, config.clip_norm) == (int, 7, 0.5)
+    with pytest.raises(ConfigError, match="seed="):
+        Config.load({"seed": numpy.bool_(True)})
 
 
 def test_building_by_hand_raises_the_same_exception():

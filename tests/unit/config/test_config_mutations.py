@@ -52,12 +52,12 @@ JUNK = [
 ]
 
 
-def blocks_of(tree, path=()):
-    """(path, block) of a nested dict, itself first."""
-    yield path, tree
-    for name, value in tree.items():
+def blocks_of(tree):
+    """Every block of a nested dict, itself first."""
+    yield tree
+    for value in tree.values():
         if isinstance(value, dict):
-            yield from blocks_of(value, (*path, name))
+            yield from blocks_of(value)
 
 
 def misspelt(name, rng):
@@ -75,7 +75,7 @@ def misspelt(name, rng):
 def mutate(tree, rng):
     """A damaged copy, what was done, and the name of the key that it was done to."""
     tree = copy.deepcopy(tree)
-    path, block = rng.choice([(path, block) for path, block in blocks_of(tree) if block])
+    block = rng.choice([block for block in blocks_of(tree) if block])
     name = rng.choice(list(block))
     action = rng.choice(["rename", "junk", "drop", "move", "add"])
     if action == "rename":
@@ -89,7 +89,7 @@ def mutate(tree, rng):
         del block[name]
         return tree, action, name
     if action == "move":
-        other_path, other = rng.choice(list(blocks_of(tree)))
+        other = rng.choice(list(blocks_of(tree)))
         other[name] = copy.deepcopy(block[name]) if other is not block else block[name]
         return tree, action, name
     new = rng.choice(["extra", "Stage", "kind ", "zero.stage", "träge", "x" * 300, "a.b.c"])

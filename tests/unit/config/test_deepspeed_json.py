@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trilithon.config import Adagrad, Adam, AdamW, Bf16, Config, Fp16, Fp32, Lamb, Lion, Sgd, examine, explain
-from trilithon.config.deepspeed_keys import TABLE
-from trilithon.config.deepspeed_rules import table_keys
+from trilithon.config import Bf16, Config, Fp16, Fp32, examine, explain
 from trilithon.errors import ConfigError
 
 BATCH = {"train_micro_batch_size_per_gpu": 1}
@@ -233,93 +231,6 @@ def test_what_is_not_in_this_version_is_refused_by_name_and_noted_when_off(key, 
     assert noted(load(nested(key, off)), key)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"type": "Adam", "params": {"lr": 0.1}}, AdamW(lr=0.1, weight_decay=0)),
-        ({"type": "adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}, Adam(weight_decay=0.1)),
-        ({"type": "AdamW"}, AdamW(weight_decay=0)),
-        ({"type": "AdamW", "params": {"torch_adam": True}}, AdamW(weight_decay=0.01)),
-        (
-            {"type": "AdamW", "params": {"betas": [0.8, 0.9], "eps": 1e-6}},
-            AdamW(betas=(0.8, 0.9), eps=1e-6, weight_decay=0),
-        ),
-        ({"type": "SGD", "params": {"momentum": 0.9, "nesterov": True}}, Sgd(lr=1e-3, momentum=0.9, nesterov=True)),
-        ({"type": "Lion"}, Lion(lr=1e-3, betas=(0.9, 0.999))),
-        ({"type": "Adagrad", "params": {"eps": 1e-9}}, Adagrad(eps=1e-9)),
-        ({"type": "Lamb", "params": {"max_coeff": 5, "min_coeff": 0.1}}, Lamb(max_ratio=5, min_ratio=0.1)),
-    ],
-)
-def test_optimizers_become_ours_with_deepspeeds_defaults(given, expected):
-    assert load({"optimizer": given}).optimizer == expected
-
-
-@pytest.mark.parametrize(
-    ("given", "part"),
-    [
-        ({"type": "Adm"}, "optimizer.type='Adm': unknown; did you mean Adam?"),
-        ({"type": "OneBitAdam"}, "optimizer.type='OneBitAdam': optimizers with 1-bit communication"),
-        ({"type": "Muon"}, "not in this version"),
-        ({"type": "RMSprop"}, "not in this version"),
-        ({"type": 3}, "optimizer.type: 3 (a whole number) must be text"),
-        ({"params": {"lr": 1}}, "optimizer.type: missing"),
-        ({"type": "Adam", "params": 3}, "optimizer.params=3"),
-        ({"type": "Adam", "params": {"max_grad_norm": 1}}, "optimizer.params.max_grad_norm=1: clipping"),
-        ({"type": "Adam", "params": {"learning_rate": 1}}, "optimizer.params.learning_rate: unknown key"),
-        ({"type": "Adam", "params": {"momentum": 1}}, "optimizer.params.momentum: not a parameter of Adam; sgd"),
-        ({"type": "Adam", "params": {"amsgrad": True}}, "optimizer.params.amsgrad=True"),
-        ({"type": "Adam", "params": {"lr": "x"}}, "optimizer.params.lr='x' (text): must be a number (it becomes"),
-        ({"type": "Adam", "parms": {}}, "optimizer.parms: unknown key"),
-        (3, "optimizer=3"),
-    ],
-)
-def test_optimizer_mistakes_are_named(given, part):
-    found = problems_of({"optimizer": given})
-    assert any(part in problem for problem in found), found
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "params"),
-    [
-        ("WarmupLR", "warmup_lr", {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 5}),
-        ("WarmupDecayLR", "warmup_decay_lr", {"total_num_steps": 50, "warmup_type": "linear"}),
-        ("WarmupCosineLR", "warmup_cosine_lr", {"total_num_steps": 50, "cos_min_ratio": 0.1}),
-        ("OneCycle", "one_cycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 10}),
-        ("LRRangeTest", "lr_range_test", {"lr_range_test_min_lr": [0.1, 0.2], "lr_range_test_staircase": True}),
-    ],
-)
-def test_schedulers_become_ours_under_the_same_parameter_names(name, kind, params):
-    schedule = load({"scheduler": {"type": name, "params": {**params, "last_batch_iteration": -1}}}).lr_schedule
-    assert schedule.kind == kind
-    for key, value in params.items():
-        assert getattr(schedule, key) == (tuple(value) if isinstance(value, list) else value)
-
-
-@pytest.mark.parametrize(
-    ("given", "part"),
-    [
-        ({"type": "WarmupLr"}, "scheduler.type='WarmupLr': unknown; did you mean WarmupLR?"),
-        ({"type": "StepLR"}, "scheduler.type='StepLR': unknown"),
-        ({"params": {}}, "scheduler.type: missing"),
-        ({"type": "WarmupDecayLR"}, "scheduler.params.total_num_steps: missing"),
-        ({"type": "WarmupLR", "params": {"total_num_steps": 5}}, "not a parameter of WarmupLR; WarmupDecayLR and"),
-        ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "scheduler.params.warmup_num_steps=0"),
-        ({"type": "WarmupLR", "params": {"warmup_type": "cubic"}}, "scheduler.params.warmup_type='cubic'"),
-        ({"type": "WarmupLR", "params": {"kind": "x"}}, "scheduler.params.kind: unknown key"),
-    ],
-)
-def test_scheduler_mistakes_are_named(given, part):
-    found = problems_of({"scheduler": given})
-    assert any(part in problem for problem in found), found
-
-
-def test_schedulers_follow_the_release():
-    warm = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -3}}}
-    schedule = load(warm, deepspeed_release="0.16").lr_schedule
-    assert (schedule.warmup_num_steps, schedule.warmup_max_lr) == (2, 0.001)
-    assert load({"scheduler": {"type": "WarmupLR"}}).lr_schedule.warmup_max_lr is None
-
-
 def test_monitors_share_one_folder():
     board = {"enabled": True, "output_path": "out/", "job_name": "a"}
     monitor = load({"tensorboard": board, "csv_monitor": {"enabled": False}}).monitor
@@ -392,76 +303,6 @@ def test_underscore_keys_are_carried():
     config = load({"_notes": {"anything": [1]}})
     assert config.private == {"_notes": {"anything": [1]}}
     assert config.notes == ()
-
-
-DOCUMENTED = """
-train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping steps_per_print
-wall_clock_breakdown memory_breakdown dump_state prescale_gradients gradient_predivide_factor gradient_allreduce_op
-communication_data_type seq_parallel_communication_data_type disable_allgather zero_allow_untested_optimizer
-zero_force_ds_cpu_optimizer dataloader_drop_last managed_gradient_accumulation disable_python_gc log_level
-vocabulary_size use_data_before_expert_parallelism sequence_parallel_size data_parallel_size
-fp16.enabled fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window fp16.hysteresis
-fp16.consecutive_hysteresis fp16.min_loss_scale fp16.auto_cast fp16.fp16_master_weights_and_grads bf16.enabled
-bfloat16.enabled bf16.immediate_grad_update bf16.check_grad_overflow bf16.bf16_master_weights_and_grads
-bf16.bf16_optimizer_states torch_autocast.enabled torch_autocast.dtype torch_autocast.lower_precision_safe_modules
-data_types.grad_accum_dtype data_types.param_dtype data_types.buffer_dtype data_types.keep_in_fp32_modules
-zero_optimization.stage zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
-zero_optimization.reduce_bucket_size zero_optimization.use_multi_rank_bucket_allreduce
-zero_optimization.allgather_partitions zero_optimization.allgather_bucket_size zero_optimization.overlap_comm
-zero_optimization.compute_grad_norm zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint
-zero_optimization.offload_param.device zero_optimization.offload_param.nvme_path
-zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size
-zero_optimization.offload_param.max_in_cpu zero_optimization.offload_param.pin_memory
-zero_optimization.offload_optimizer.device zero_optimization.offload_optimizer.nvme_path
-zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_optimizer.pin_memory
-zero_optimization.offload_optimizer.pipeline_read zero_optimization.offload_optimizer.pipeline_write
-zero_optimization.offload_optimizer.fast_init zero_optimization.offload_optimizer.ratio
-zero_optimization.offload_optimizer.super_offload zero_optimization.offload_optimizer.cpuadam_cores_perc
-zero_optimization.zenflow.topk_ratio zero_optimization.zenflow.select_strategy zero_optimization.sub_group_size
-zero_optimization.cpu_offload zero_optimization.cpu_offload_param zero_optimization.cpu_offload_use_pin_memory
-zero_optimization.stage3_prefetch_bucket_size zero_optimization.prefetch_bucket_size
-zero_optimization.stage3_param_persistence_threshold zero_optimization.stage3_model_persistence_threshold
-zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
-zero_optimization.stage3_gather_16bit_weights_on_model_save
-zero_optimization.stage3_gather_fp16_weights_on_model_save zero_optimization.stage3_module_granularity_threshold
-zero_optimization.stage3_use_all_reduce_for_fetch_params zero_optimization.stage3_allgather_sequential
-zero_optimization.ignore_unused_parameters zero_optimization.legacy_stage1 zero_optimization.round_robin_gradients
-zero_optimization.parameter_alignment zero_optimization.zero_hpz_partition_size
-zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_gradients
-zero_optimization.zero_quantized_nontrainable_weights zero_optimization.memory_efficient_linear
-zero_optimization.pipeline_loading_checkpoint zero_optimization.override_module_apply
-zero_optimization.log_trace_cache_warnings zero_optimization.enable_sanity_checks
-zero_optimization.save_muon_momentum_buffer_in_memory zero_optimization.leaf_module.classes
-zero_optimization.leaf_module.names zero_optimization.leaf_module.name_suffixes zero_optimization.mics_shard_size
-zero_optimization.mics_hierarchical_params_gather zero_optimization.zeropp_loco_param
-aio.block_size aio.queue_depth aio.intra_op_parallelism aio.thread_count aio.single_submit aio.overlap_events
-aio.use_gds optimizer scheduler activation_checkpointing.partition_activations
-activation_checkpointing.cpu_checkpointing activation_checkpointing.contiguous_memory_optimization
-activation_checkpointing.number_checkpoints activation_checkpointing.synchronize_checkpoint_boundary
-activation_checkpointing.profile pipeline.stages pipeline.partition pipeline.seed_layers
-pipeline.activation_checkpoint_interval pipeline.pipe_partitioned pipeline.grad_partitioned pipeline.use_reentrant
-tensor_parallel.autotp_size tensor_parallel.preset_model expert_parallel inference data_efficiency.enabled
-data_efficiency.seed data_efficiency.data_sampling data_efficiency.data_routing curriculum_learning.enabled
-curriculum_learning.curriculum_type progressive_layer_drop.theta progressive_layer_drop.gamma tensorboard.enabled
-tensorboard.output_path tensorboard.job_name wandb.enabled wandb.group wandb.team wandb.project csv_monitor.enabled
-csv_monitor.output_path csv_monitor.job_name comet.enabled comet.samples_log_interval flops_profiler.enabled
-flops_profiler.recompute_fwd_factor flops_profiler.profile_step flops_profiler.module_depth
-flops_profiler.top_modules flops_profiler.detailed flops_profiler.output_file comms_logger.enabled
-comms_logger.verbose comms_logger.prof_all comms_logger.debug comms_logger.prof_ops timers.throughput.enabled
-timers.throughput.synchronized autotuning checkpoint.tag_validation checkpoint.load_universal
-checkpoint.use_node_local_storage checkpoint.parallel_write.pipeline_stage checkpoint.checkpoint_serialization
-checkpoint.writer datastates_ckpt compile hybrid_engine.enabled hybrid_engine.max_out_tokens weight_quantization
-elasticity.enabled elasticity.max_train_batch_size elasticity.micro_batch_sizes elasticity.min_gpus
-elasticity.max_gpus elasticity.min_time elasticity.prefer_larger_batch elasticity.ignore_non_elastic_batch_info
-elasticity.version elasticity.num_gpus_per_node elasticity.model_parallel_size
-compression_training.layer_reduction compression_training.weight_quantization eigenvalue quantize_training
-sparse_attention amp nebula sparse_gradients graph_harvesting msamp
-""".split()
-
-
-def test_every_documented_key_is_in_the_tables():
-    known = {place for _, place in table_keys(TABLE)}
-    assert [key for key in DOCUMENTED if key not in known] == []
 
 
 def test_a_file_as_lightning_and_accelerate_write_it_loads():
