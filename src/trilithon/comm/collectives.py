@@ -7,6 +7,7 @@ bit with the plain formula. On CUDA tensors NCCL's own collectives run (see `nat
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from trilithon.comm import ledger as cost
 from trilithon.comm import native
 from trilithon.comm.journal import Call, Journal
 from trilithon.comm.ledger import Ledger
+from trilithon.comm.one_host import OneHost, allow_reading, can_read, host_identity
 from trilithon.comm.ordered import Add, ordered_reduce, refuse_unsupported
 from trilithon.comm.point_to_point import ConnectionLostError, PointToPoint, ReceiveBuffers
 from trilithon.comm.watchdog import Watchdog
@@ -100,6 +102,8 @@ class Group:
         self._pairs = PointToPoint(process_group) if process_group is not None else None
         self._buffers = ReceiveBuffers()
         self._add = add
+        if shared_memory and self._pairs is not None:
+            self._pairs = self._within_one_host(self._pairs)
 
     @property
     def rank(self) -> int:
@@ -292,6 +296,23 @@ class Group:
             self._pending(call, native.all_gather(self._process_group, full, slices[self._rank].clone())).wait()
             return
         self._spread(call, slices).wait()
+
+    def _within_one_host(self, pairs: PointToPoint) -> PointToPoint:
+        """The faster transport when every member can read every other's memory, else `pairs`. Collective."""
+        assert self._process_group is not None
+        if self._world_size == 1 or self._object_device().type != "cpu":
+            return pairs
+        tag = Tag("transport within one host")
+        token = torch.randint(256, (16,), dtype=torch.uint8, generator=torch.Generator().manual_seed(os.getpid()))
+        host = host_identity()
+        if host:
+            allow_reading()
+        mine = (host, os.getpid(), token.data_ptr(), token.numpy().tobytes())
+        everyone = self.all_gather_object(mine, tag)
+        readable = all(bool(host) and there == host and can_read(*who) for there, *who in everyone)
+        agreed = torch.tensor([readable])
+        self.all_reduce(agreed, tag, ReduceOp.MIN).wait()
+        return OneHost(self._process_group, [who[1] for who in everyone]) if agreed.item() else pairs
 
     def _object_device(self) -> torch.device:
         assert self._process_group is not None

@@ -35,11 +35,11 @@ class Exchange:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise ConnectionLostError(peer, _said(error)) from error
+                raise ConnectionLostError(peer, said_by(error)) from error
         self._works, self._tensors = [], []
 
 
-def _said(error: RuntimeError) -> str:
+def said_by(error: RuntimeError) -> str:
     """What gloo reported, without its source location and advice."""
     text = str(error).partition("] ")[2] or str(error)
     if "by peer" in text:
@@ -61,6 +61,11 @@ class PointToPoint:
 
     def exchange(self, code: int, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> Exchange:
         """Post receives, then sends: pairs of (peer, contiguous tensor). Empty tensors are left out on both sides."""
+        return Exchange(*self._post(code, sends, receives))
+
+    def _post(
+        self, code: int, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
+    ) -> tuple[list[tuple[int, dist.Work]], list[Tensor]]:
         works: list[tuple[int, dist.Work]] = []
         tensors: list[Tensor] = []
         for peer, tensor in receives:
@@ -71,7 +76,7 @@ class PointToPoint:
             if tensor.numel():
                 works.append((peer, self._process_group.send([tensor], peer, code)))
                 tensors.append(tensor)
-        return Exchange(works, tensors)
+        return works, tensors
 
 
 class ReceiveBuffers:
