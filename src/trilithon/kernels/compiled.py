@@ -21,7 +21,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 Array: TypeAlias = NDArray[Any]
 Loop = Callable[..., Any]
+Operand: TypeAlias = Tensor | tuple[Tensor, ...] | None
+Kind: TypeAlias = tuple[str, int]
 # The integer patterns under which loops see 16-bit floating-point numbers; see `bits`.
 _SEEN_AS = {
     torch.float32: (None, "float32"),
@@ -54,22 +56,20 @@ LOCK_WAIT_S = 60.0
 _loops: dict[tuple[Any, ...], Loop | None] = {}
 
 
-def compiled(loop: Loop, operands: Sequence[Tensor | None], scalars: Sequence[float | bool]) -> Loop | None:
+def compiled(loop: Loop, operands: Sequence[Operand], scalars: Sequence[float | bool]) -> Loop | None:
     """`loop` for these operands, or None if the torch twin is to run instead.
 
-    operands: contiguous CPU tensors [n] or [W, n] of f32, bf16 or f16, or None where the loop tests for None. A float
-    scalar reaches the loop as float32. Call the result with `arrays(operands)` and the scalars.
+    operands: contiguous CPU tensors [n] of f32, bf16 or f16; tuples of such, of one dtype; or None where the loop tests
+    for None. A float scalar reaches the loop as float32. Call the result with `arrays(operands)` and the scalars.
     The environment variable TRILITHON_KERNELS overrides the choice: "torch" or "numba", for any size.
     """
     wish = os.environ.get("TRILITHON_KERNELS", "auto")
-    tensors = [operand for operand in operands if operand is not None]
-    if wish == "torch" or not all(
-        t.device.type == "cpu" and t.dtype in _SEEN_AS and t.is_contiguous() for t in tensors
-    ):
+    tensors = [tensor for operand in operands for tensor in _tensors(operand)]
+    if wish == "torch" or not all(_compilable(t) for t in tensors) or not all(_uniform(o) for o in operands):
         return None
     if wish != "numba" and not _loops and max(t.numel() for t in tensors) < MIN_NUMEL:
         return None
-    kinds = tuple("none" if t is None else f"{_SEEN_AS[t.dtype][1]} {t.dim()}" for t in operands)
+    kinds = tuple(_kind(operand) for operand in operands)
     key = (loop, kinds, tuple(type(scalar) for scalar in scalars))
     if key not in _loops:
         _loops[key] = _prepare(loop, kinds, [type(scalar) for scalar in scalars]) if _numba_found() else None
@@ -78,15 +78,36 @@ def compiled(loop: Loop, operands: Sequence[Tensor | None], scalars: Sequence[fl
 
 def arrays(operands: Sequence[Tensor | None]) -> list[Array | None]:
     """The operands' memory as numpy arrays, 16-bit numbers as integers; nothing is copied."""
-    result: list[Array | None] = []
-    for operand in operands:
-        if operand is None:
-            result.append(None)
-            continue
-        pattern = _SEEN_AS[operand.dtype][0]
-        plain = operand.detach()
-        result.append(plain.numpy() if pattern is None else plain.view(pattern).numpy())
-    return result
+    return [None if operand is None else array(operand) for operand in operands]
+
+
+def array(tensor: Tensor) -> Array:
+    """One operand's memory, as `arrays`."""
+    pattern = _SEEN_AS[tensor.dtype][0]
+    plain = tensor.detach()
+    return plain.numpy() if pattern is None else plain.view(pattern).numpy()
+
+
+def _compilable(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype in _SEEN_AS and tensor.is_contiguous()
+
+
+def _uniform(operand: Operand) -> bool:
+    return len({tensor.dtype for tensor in _tensors(operand)}) <= 1
+
+
+def _tensors(operand: Operand) -> tuple[Tensor, ...]:
+    if operand is None:
+        return ()
+    return operand if isinstance(operand, tuple) else (operand,)
+
+
+def _kind(operand: Operand) -> tuple[str, int]:
+    """The element type that a loop sees, and the length of a tuple of arrays; 0 for a single array."""
+    tensors = _tensors(operand)
+    if not tensors:
+        return "none", 0
+    return _SEEN_AS[tensors[0].dtype][1], len(tensors) if isinstance(operand, tuple) else 0
 
 
 def cache_folder() -> Path:
@@ -108,7 +129,7 @@ def _numba_found() -> bool:
     return found
 
 
-def _prepare(loop: Loop, kinds: Sequence[str], scalars: Sequence[type]) -> Loop | None:
+def _prepare(loop: Loop, kinds: Sequence[Kind], scalars: Sequence[type]) -> Loop | None:
     try:
         return _compile(loop, kinds, scalars)
     except Exception as error:  # an unknown processor or a broken installation must not stop training
@@ -116,7 +137,7 @@ def _prepare(loop: Loop, kinds: Sequence[str], scalars: Sequence[type]) -> Loop 
         return None
 
 
-def _compile(loop: Loop, kinds: Sequence[str], scalars: Sequence[type]) -> Loop:
+def _compile(loop: Loop, kinds: Sequence[Kind], scalars: Sequence[type]) -> Loop:
     import numba
 
     bits.register()
@@ -131,9 +152,17 @@ def _compile(loop: Loop, kinds: Sequence[str], scalars: Sequence[type]) -> Loop:
             cached.compile(signature)
             return _callable(cached)
     except Exception as error:  # a damaged cache, a full disk, an unknown file system
-        logger.info("Compiled loops are not kept in %s: %r", folder, error)
+        logger.info("Compiled loops are not read from or kept in %s: %r", folder, error)
+        _forget(folder)
         fresh = numba.njit(signature, **options)(loop)
         return _callable(fresh)
+
+
+def _forget(folder: Path) -> None:
+    """Without their index, what the files hold does not matter, and the next process writes them anew."""
+    with suppress(OSError):
+        for index in folder.glob("*.nbi"):
+            index.unlink()
 
 
 def _callable(dispatcher: Any) -> Loop:
@@ -142,16 +171,13 @@ def _callable(dispatcher: Any) -> Loop:
     return loop
 
 
-def _signature(kinds: Sequence[str], scalars: Sequence[type]) -> Any:
+def _signature(kinds: Sequence[Kind], scalars: Sequence[type]) -> Any:
     from numba import types
 
     arguments = []
-    for kind in kinds:
-        if kind == "none":
-            arguments.append(types.none)
-        else:
-            element, dim = kind.split()
-            arguments.append(types.Array(getattr(types, element), int(dim), "C"))
+    for element, count in kinds:
+        one = types.none if element == "none" else types.Array(getattr(types, element), 1, "C")
+        arguments.append(types.UniTuple(one, count) if count else one)
     return tuple(arguments) + tuple(types.boolean if scalar is bool else types.float32 for scalar in scalars)
 
 
