@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -14,14 +13,6 @@ from trilithon.contracts import Collectives, ReduceOp, Tag
 from trilithon.errors import TrilithonError
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class StepNews:
-    """What is known on every rank after a step."""
-
-    loss: float  # mean over ranks
-    stop: int  # the signal that asked some rank to stop, 0 if none did
 
 
 class Agreement:
@@ -38,13 +29,11 @@ class Agreement:
     def world_size(self) -> int:
         return self._group.world_size
 
-    def after_step(self, step: int, loss: float, stop: int) -> StepNews:
-        """loss, stop: this rank's. The mean loss is NaN on every rank when it is not finite on one. 16 bytes a rank."""
-        mean = torch.tensor([loss if math.isfinite(loss) else math.nan], dtype=torch.float64)
-        asked = torch.tensor([float(stop)], dtype=torch.float64)
-        self._group.all_reduce(mean, Tag("pretrain.loss", step=step)).wait()
-        self._group.all_reduce(asked, Tag("pretrain.stop", step=step), ReduceOp.MAX).wait()
-        return StepNews(float(mean) / self.world_size, int(asked))
+    def stop_asked(self, step: int, signal: int) -> int:
+        """signal: the number of the one this rank got, 0 if none -> the largest on any rank. 8 bytes from each rank."""
+        asked = torch.tensor([float(signal)], dtype=torch.float64)
+        self._group.all_reduce(asked, Tag("pretrain.stop_asked", step=step), ReduceOp.MAX).wait()
+        return int(asked)
 
     def weighted_mean(self, total: float, weight: float, about: str) -> float:
         """Sum of totals over sum of weights; NaN when no rank has any weight."""

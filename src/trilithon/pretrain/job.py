@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 import trilithon
+from trilithon import zero
 from trilithon.comm.collectives import Group
 from trilithon.comm.mesh import init_distributed, make_mesh, own_process_group
 from trilithon.config import Config, MonitorConfig
@@ -68,12 +69,14 @@ class _Job:
 
     def run(self) -> Report:
         torch.manual_seed(self.config.engine.seed)
-        with trilithon.initialize(GPT(self.shape), config=_engine_config(self.config.engine)) as engine:
+        # At stage 3 no rank ever holds the whole model, not even while it is built.
+        with zero.init(enabled=self.config.engine.zero.stage == 3, backend=self.config.engine.comm.backend):
+            model = GPT(self.shape)
+        with trilithon.initialize(model, config=_engine_config(self.config.engine)) as engine:
             written = self.config.engine.monitor.model_dump()
             # quiet: lines are left to the display, which also has a live form
             settings = MonitorConfig(**{**written, "folder": self.out, "quiet": True})
             monitor = Monitor(settings, rank=self.agreement.rank, details=engine.memory)
-            engine.hooks.append(monitor)
             display = make_display(
                 self.config.run.steps, every=settings.every, rank=self.agreement.rank, quiet=written["quiet"]
             )
@@ -82,7 +85,9 @@ class _Job:
                 display.say(self._opening())
                 with StopRequest() as request:
                     loop.run(request)
-                if not loop.stopped_by:
+                if loop.stopped_by:
+                    display.say(f"Stopped after step {loop.done} as asked; saving the weights as they are.")
+                else:
                     loop.measure(loop.done)
             finally:
                 display.close()

@@ -1,7 +1,7 @@
 """The steps of a training run: feed, update, agree, measure, tell.
 
-After every step the ranks agree on the mean loss and on whether one of them was asked to stop, so they always leave the
-loop together.
+After every step the ranks agree on whether one of them was asked to stop, and the loss is their mean, so they always
+leave the loop together.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Trainee(Protocol):
     @property
     def skipped_steps(self) -> int: ...
 
-    def train_step(
-        self, batches: Sequence[Any], forward: Callable[[Callable[..., Any], Any], Tensor] | None = None
-    ) -> float: ...
+    def train_step(self, batches: Sequence[Any], forward: Callable[[Any, Any], Any] | None = None) -> float:
+        """The mean loss over ranks and micro-batches."""
+        ...
 
     def memory(self) -> Mapping[str, int]: ...
 
@@ -77,15 +77,19 @@ class TrainLoop:
         batches = self.loader.endless()
         for step in range(1, self.steps + 1):
             started = time.perf_counter()
-            local = self.engine.train_step(self._window(batches), call_with_targets)
-            news = self.agreement.after_step(step, local, request.signal)
+            self.monitor.on_step(step)
+            rate = float(self.engine.lr[0])  # of this step: afterwards the engine answers for the next one
+            try:
+                loss = self.engine.train_step(self._window(batches), call_with_targets)
+            except NonFiniteError as error:  # agreed by the engine, so every rank is here
+                raise NonFiniteError(self._not_finite(step, rate, str(error))) from None
+            self.stopped_by = self.agreement.stop_asked(step, request.signal)
             self._took(time.perf_counter() - started)
             self.done = step
-            self._tell(step, news.loss)
-            if not math.isfinite(news.loss):
-                raise NonFiniteError(self._not_finite(step))
-            if news.stop:
-                self.stopped_by = news.stop
+            self._tell(step, loss, rate)
+            if not math.isfinite(loss):  # the engine's loss is the mean over ranks, so all of them see it
+                raise NonFiniteError(self._not_finite(step, rate, "the loss is NaN or infinite."))
+            if self.stopped_by:
                 return
             if self.eval_every and step % self.eval_every == 0 and step < self.steps:
                 self.measure(step)
@@ -112,12 +116,12 @@ class TrainLoop:
         smooth = _SMOOTHING if math.isfinite(self._step_s) else 0.0
         self._step_s = smooth * self._step_s + (1 - smooth) * seconds if smooth else seconds
 
-    def _tell(self, step: int, loss: float) -> None:
+    def _tell(self, step: int, loss: float, lr: float) -> None:
         self.history.train.append((step, loss))
         if step % self.show_every == 0 or step == 1:
             self.memory = dict(self.engine.memory())
         tokens_per_s = self.accumulation * self._tokens_per_micro() / self._step_s
-        lr, norm = float(self.engine.lr[0]), float(self.engine.grad_norm or 0.0)
+        norm = float(self.engine.grad_norm or 0.0)
         self.monitor.record(
             step,
             {
@@ -137,12 +141,12 @@ class TrainLoop:
         """Tokens of one micro-batch on all ranks together."""
         return self.loader.sampler.global_size * len(self.loader.dataset[0][0])
 
-    def _not_finite(self, step: int) -> str:
+    def _not_finite(self, step: int, rate: float, what: str) -> str:
         finite = [loss for _, loss in self.history.train if math.isfinite(loss)]
-        before = f"it was {finite[-1]:.4g} a step before" if finite else "it never was finite"
+        before = f"last finite loss {finite[-1]:.4g}" if finite else "no loss was finite"
         return (
-            f"The loss of step {step} is not finite ({before}; learning rate {self.engine.lr[0]:.3g}). "
-            "Use a smaller --lr, a longer --warmup, a smaller --clip, or --precision fp32."
+            f"The run stopped at step {step} (learning rate {rate:.3g}, {before}). Use a smaller --lr, a longer "
+            f"--warmup, a smaller --clip, or --precision fp32. What happened: {what}"
         )
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from trilithon.config import Config
+from trilithon.config import Config, Fp16
 from trilithon.config.base import Count, Flag, NonNegativeReal, Positive, PositiveReal, Section, describe, dotted
 from trilithon.config.naming import unknown_keys
 from trilithon.config.sources import read
@@ -173,6 +173,9 @@ def _engine(raw: Mapping[str, Any], given: Mapping[str, Any], steps: int) -> Con
             "warmup_steps": max(steps // 20, 1),
             "min_ratio": 0.1,
         }
+    if not isinstance(written.precision, Fp16) and "non_finite" not in written.precision.model_fields_set:
+        # A small model whose gradient is not finite has diverged: skipping would hide that until the last step.
+        settings["precision"] = {"kind": written.precision.kind, "non_finite": "raise"}
     if "clip_norm" not in written.model_fields_set:
         settings["clip_norm"] = 1.0
     if written.batch.micro_size is None and written.batch.global_size is None:
