@@ -18,7 +18,7 @@ def as_text(outcome: Outcome) -> str:
         f"A {outcome.a}, B {outcome.b}: {outcome.steps} steps on {outcome.nproc} ranks, rounding of {outcome.dtype}",
         "largest difference of each step, as a share of what rounding may do (beyond 1 it is more than rounding):",
     ]
-    table = [("step", *_TITLES)]
+    table: list[tuple[str, ...]] = [("step", *_TITLES)]
     for step in range(1, outcome.steps + 1):
         cells = []
         for kind in _KINDS:
