@@ -36,6 +36,13 @@ class Difference:
     def is_rounding(self) -> bool:
         return self.max_abs <= self.allowed
 
+    @property
+    def share(self) -> float:
+        """`max_abs` in units of `allowed`."""
+        if self.max_abs == 0:
+            return 0.0
+        return self.max_abs / self.allowed if self.allowed > 0 else math.inf
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -59,28 +66,49 @@ class Outcome:
         return next((d for d in self.differences if not d.is_rounding), None)
 
     @property
+    def most_beyond(self) -> Difference | None:
+        """The gradient or parameter farthest beyond rounding in the step of `first_beyond`: where to look."""
+        first = self.first_beyond
+        if first is None:
+            return None
+        named = [d for d in self.differences if d.step == first.step and d.name and not d.is_rounding]
+        for kind in ("gradient", "parameter"):  # a wrong gradient explains a wrong parameter, not the other way
+            rows = [d for d in named if d.kind == kind]
+            if rows:
+                return max(rows, key=lambda d: d.share)
+        return None
+
+    @property
     def agree(self) -> bool:
         return self.first_beyond is None
 
 
-def differences(
-    a: Path, b: Path, base: Path, perturbed: Sequence[Path], steps: int, unit: float
-) -> Iterator[Difference]:
-    """Compare the records in folders `a` and `b`; `base` and `perturbed` show what rounding does.
+@dataclass(frozen=True, slots=True)
+class Yardstick:
+    """What rounding does: a run, the same run with perturbed weights, and the unit roundoff of the coarser type."""
 
-    unit: the unit roundoff of the coarser type.
-    """
+    base: Path
+    perturbed: Sequence[Path]
+    unit: float
+
+
+def differences(a: Path, b: Path, steps: int, rounding: Yardstick) -> Iterator[Difference]:
+    """Compare the records in folders `a` and `b`, step by step: loss, gradient norm, gradients, parameters."""
     for step in range(1, steps + 1):
-        left, right, origin = (StepRecord.read(folder, step) for folder in (a, b, base))
-        moved = [StepRecord.read(folder, step) for folder in perturbed]
-        yield _number(step, "loss", left.loss, right.loss, origin.loss, [m.loss for m in moved], unit)
-        norms = [grad_norm(record) for record in (left, right, origin)]
-        yield _number(step, "grad_norm", *norms, [grad_norm(m) for m in moved], unit)
+        left, right, base = (StepRecord.read(folder, step) for folder in (a, b, rounding.base))
+        moved = [StepRecord.read(folder, step) for folder in rounding.perturbed]
         if left.changed != right.changed:
-            yield Difference(step, "update", "skipped on side " + ("B" if left.changed else "A"), math.inf, math.inf, 0.0)
+            yield Difference(
+                step, "update", "skipped on side " + ("B" if left.changed else "A"), math.inf, math.inf, 0.0
+            )
+        for kind, number in (("loss", lambda record: record.loss), ("grad_norm", grad_norm)):
+            scalars = [
+                {"": torch.tensor(number(record), dtype=torch.float64)} for record in (left, right, base, *moved)
+            ]
+            yield from _tensors((step, kind), (scalars[0], scalars[1]), scalars[2], scalars[3:], rounding.unit)
         for kind, field in (("gradient", "gradients"), ("parameter", "parameters")):
-            tensors = [getattr(record, field) for record in (left, right, origin)]
-            yield from _tensors(step, kind, *tensors, [getattr(m, field) for m in moved], unit)
+            tensors = [getattr(record, field) for record in (left, right, base, *moved)]
+            yield from _tensors((step, kind), (tensors[0], tensors[1]), tensors[2], tensors[3:], rounding.unit)
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
@@ -94,38 +122,22 @@ def largest_difference(a: Tensor, b: Tensor) -> float:
     return float(torch.where(apart.isnan(), math.inf, apart).max())
 
 
+Tensors = Mapping[str, Tensor]
+
+
 def _tensors(
-    step: int,
-    kind: str,
-    a: Mapping[str, Tensor],
-    b: Mapping[str, Tensor],
-    base: Mapping[str, Tensor],
-    perturbed: Sequence[Mapping[str, Tensor]],
-    unit: float,
+    where: tuple[int, str], sides: tuple[Tensors, Tensors], base: Tensors, perturbed: Sequence[Tensors], unit: float
 ) -> Iterator[Difference]:
+    a, b = sides
     for name in [*a, *(name for name in b if name not in a)]:
         if name not in a or name not in b:
             only = "only on side " + ("B" if name not in a else "A")
-            yield Difference(step, kind, f"{name} ({only})", math.inf, math.inf, 0.0)
+            yield Difference(*where, f"{name} ({only})", math.inf, math.inf, 0.0)
             continue
+        max_abs = largest_difference(a[name], b[name])
         largest = float(a[name].abs().max()) if a[name].numel() else 0.0
         by_rounding = [largest_difference(base[name], m[name]) for m in perturbed if name in base and name in m]
-        yield _judged(step, kind, name, largest_difference(a[name], b[name]), largest, by_rounding, unit)
-
-
-def _number(
-    step: int, kind: str, a: float, b: float, base: float, perturbed: Sequence[float], unit: float
-) -> Difference:
-    def apart(x: float, y: float) -> float:
-        return largest_difference(torch.tensor([x], dtype=torch.float64), torch.tensor([y], dtype=torch.float64))
-
-    return _judged(step, kind, "", apart(a, b), abs(a), [apart(base, p) for p in perturbed], unit)
-
-
-def _judged(
-    step: int, kind: str, name: str, max_abs: float, largest: float, by_rounding: Sequence[float], unit: float
-) -> Difference:
-    scale = largest if math.isfinite(largest) else 0.0
-    measured = max((value for value in by_rounding if math.isfinite(value)), default=0.0)
-    relative = 0.0 if max_abs == 0 else max_abs / largest if largest > 0 else math.inf
-    return Difference(step, kind, name, max_abs, relative, FACTOR * (measured + unit * scale))
+        measured = max((value for value in by_rounding if math.isfinite(value)), default=0.0)
+        scale = largest if math.isfinite(largest) else 0.0
+        relative = 0.0 if max_abs == 0 else max_abs / largest if largest > 0 else math.inf
+        yield Difference(*where, name, max_abs, relative, FACTOR * (measured + unit * scale))

@@ -70,10 +70,12 @@ def torch_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         "adagrad": torch.optim.Adagrad,
     }
     if kind not in classes or not settings.pop("bias_correction", True):
-        what = "no optimizer" if kind is None else f"optimizer {kind}" + (" without bias correction" * (kind in classes))
+        what = (
+            "no optimizer" if kind is None else f"optimizer {kind}" + (" without bias correction" * (kind in classes))
+        )
         raise ConfigError(
-            f"the configuration has {what}, which plain PyTorch cannot imitate. Define optimizer(params) in the script, "
-            f"or configure one of {', '.join(sorted(classes))}."
+            f"the configuration has {what}, which plain PyTorch cannot imitate. Define optimizer(params) in the "
+            f"script, or configure one of {', '.join(sorted(classes))}."
         )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return classes[kind](trained, **settings)

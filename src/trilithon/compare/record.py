@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -34,5 +35,4 @@ class StepRecord:
 
 def grad_norm(record: StepRecord) -> float:
     """2-norm over all gradients, in double precision."""
-    total = sum(float(gradient.double().square().sum()) for gradient in record.gradients.values())
-    return float(total) ** 0.5
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in record.gradients.values()))

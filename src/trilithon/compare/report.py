@@ -18,12 +18,12 @@ def as_text(outcome: Outcome) -> str:
         f"A {outcome.a}, B {outcome.b}: {outcome.steps} steps on {outcome.nproc} ranks, rounding of {outcome.dtype}",
         "largest difference of each step, as a share of what rounding may do (beyond 1 it is more than rounding):",
     ]
-    table = [("step", *_TITLES)]
+    table: list[tuple[str, ...]] = [("step", *_TITLES)]
     for step in range(1, outcome.steps + 1):
         cells = []
         for kind in _KINDS:
             rows = [d for d in outcome.differences if d.step == step and d.kind == kind]
-            cells.append(_share(max(rows, key=_ratio)) if rows else "-")
+            cells.append(_share(max(rows, key=lambda d: d.share)) if rows else "-")
         table.append((str(step), *cells))
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
@@ -35,6 +35,9 @@ def as_text(outcome: Outcome) -> str:
         lines.append("verdict: A and B agree within rounding")
     else:
         lines.append(f"verdict: A and B DIFFER, first in {_sentence(outcome.first_beyond, outcome.dtype)}")
+        most = outcome.most_beyond
+        if most is not None and most != outcome.first_beyond:
+            lines.append(f"farthest apart in that step: {_sentence(most, outcome.dtype)}")
     return "\n".join(lines)
 
 
@@ -50,6 +53,7 @@ def as_json(outcome: Outcome) -> str:
             "agree": outcome.agree,
             "first": None if outcome.first is None else _plain(outcome.first),
             "first_beyond": None if outcome.first_beyond is None else _plain(outcome.first_beyond),
+            "most_beyond": None if outcome.most_beyond is None else _plain(outcome.most_beyond),
             "differences": [_plain(d) for d in outcome.differences],
         },
         indent=1,
@@ -68,7 +72,7 @@ def _sentence(d: Difference, dtype: str) -> str:
         "grad_norm": "the gradient norm",
         "gradient": f"the gradient of {d.name}",
         "parameter": f"parameter {d.name} after the update",
-        "update": f"the update, {d.name}",
+        "update": f"the update, {d.name} because a gradient was not finite",
     }[d.kind]
     if math.isinf(d.max_abs):
         return f"step {d.step}, {what}"
@@ -78,13 +82,6 @@ def _sentence(d: Difference, dtype: str) -> str:
     )
 
 
-def _ratio(d: Difference) -> float:
-    if d.max_abs == 0:
-        return 0.0
-    return d.max_abs / d.allowed if d.allowed > 0 else math.inf
-
-
 def _share(d: Difference) -> str:
-    ratio = _ratio(d)
-    share = "0" if ratio == 0 else "inf" if math.isinf(ratio) else f"{ratio:.2g}"
+    share = "0" if d.share == 0 else "inf" if math.isinf(d.share) else f"{d.share:.2g}"
     return f"{share} ({d.name})" if d.name else share

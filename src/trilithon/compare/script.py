@@ -1,9 +1,9 @@
 """The user's script: a Python file that says what to build and what to feed.
 
-    def build() -> nn.Module: ...                       # the same weights every time, given torch's seed
-    def batches(rank, world_size) -> Iterator: ...      # this rank's micro-batches
-    def loss(model, batch) -> Tensor: ...               # optional; default: what model(batch) returns
-    def optimizer(params) -> torch.optim.Optimizer: ... # optional; default: from the configuration
+def build() -> nn.Module: ...                       # the same weights every time, given torch's seed
+def batches(rank, world_size) -> Iterator: ...      # this rank's micro-batches
+def loss(model, batch) -> Tensor: ...               # optional; default: what model(batch) returns
+def optimizer(params) -> torch.optim.Optimizer: ... # optional; default: from the configuration
 """
 
 from __future__ import annotations

@@ -40,8 +40,15 @@ class Job:
 
 
 def main() -> None:
-    job = Job(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     torch.set_num_threads(1)
+    run_job(Path(sys.argv[1]))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run_job(path: Path) -> None:
+    """Do what the job in `path` says, on every rank of its side; rank 0 writes the records."""
+    job = Job(**json.loads(path.read_text(encoding="utf-8")))
     script = Script.load(Path(job.script))
     for index, amount in enumerate(job.variants):
         model = script.model(job.seed)
@@ -50,8 +57,6 @@ def main() -> None:
         for step, record in enumerate(records, start=1):
             if not dist.is_initialized() or dist.get_rank() == 0:
                 record.write(Path(job.folder, f"variant-{index}"), step)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @torch.no_grad()
