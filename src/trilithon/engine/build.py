@@ -24,6 +24,7 @@ from trilithon.comm.watchdog import Watchdog
 from trilithon.config import Bf16, Config, Fp16, Fp32
 from trilithon.contracts import Precision, Update
 from trilithon.engine import capabilities
+from trilithon.engine.allocator import keep_freed_memory
 from trilithon.engine.engine import Engine, Parts
 from trilithon.errors import ConfigError
 from trilithon.optim.build import make_update
@@ -71,10 +72,12 @@ def initialize(
     groups = groups_of(model, chosen, parameters) if chosen is not None else []
     distributed = init_distributed(settings.comm.backend, settings.comm.timeout_s)
     device = _device()
+    if device.type == "cpu":
+        keep_freed_memory()
     mesh = mesh if mesh is not None or not distributed else make_mesh(device=device.type)
     ledger = Ledger()
     comm = _communicators(mesh, ledger, settings)
-    batch = settings.batch.resolve(comm.control.world_size)
+    batch = settings.resolve_batch(comm.control.world_size)
     sharding = _sharding(model, groups, settings, comm, batch.accumulation, device)
     update = _update(chosen, groups, sharding, device)
     parts = Parts(

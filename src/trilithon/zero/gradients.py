@@ -8,13 +8,11 @@ boundary, is `keep_full`; Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from trilithon.contracts import Collectives, Handle, Tag
-from trilithon.kernels import sum_of_squares
+from trilithon.kernels import count_non_finite
 from trilithon.zero.unit import Unit
 
 
@@ -36,6 +34,7 @@ class UnitGradients:
         count = len(unit.params)
         self.expected = [1] * count  # arrivals per parameter in one backward, learned from the one before
         self.arrivals = [0] * count  # in this backward
+        self._missing = count  # arrivals still expected in this backward
         self.used = [False] * count  # in this accumulation window
         self.result: Tensor | None = None  # [own] mean over ranks of what has been reduced in this window
         self._full: Tensor | None = None  # [padded] contributions that no reduction has taken yet
@@ -48,6 +47,7 @@ class UnitGradients:
     # ----------------------------------------------------------------------------------------------- collecting
     def begin_backward(self) -> None:
         self.arrivals = [0] * len(self.arrivals)
+        self._missing = sum(self.expected)
 
     def end_backward(self) -> None:
         self.expected = list(self.arrivals)
@@ -67,10 +67,11 @@ class UnitGradients:
             self._filled[index] = True
         self.used[index] = True
         self.arrivals[index] += 1
+        self._missing -= self.arrivals[index] <= self.expected[index]
         return self.complete()
 
     def complete(self) -> bool:
-        return all(have >= want for have, want in zip(self.arrivals, self.expected, strict=True))
+        return self._missing == 0
 
     @property
     def dirty(self) -> bool:
@@ -95,9 +96,9 @@ class UnitGradients:
         for field, filled in zip(self.unit.layout.fields, self._filled, strict=True):
             if not filled:
                 full[field.start : field.stop].zero_()
-        if not math.isfinite(sum_of_squares(full)):
+        if full.device.type == "cpu" and count_non_finite(full):  # elsewhere asking would stall the stream
             fields = self.unit.layout.fields
-            self.non_finite += [f.name for f in fields if not math.isfinite(sum_of_squares(full[f.start : f.stop]))]
+            self.non_finite += [field.name for field in fields if count_non_finite(full[field.start : field.stop])]
         self._full = None
         wire = full if full.dtype == self._wire else full.to(self._wire)
         low, high = self.unit.layout.owned(self._reducer.rank)

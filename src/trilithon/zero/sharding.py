@@ -93,6 +93,9 @@ class ZeroSharding:
         for entry in self.entries:
             set_owner(entry.param, self)
         self._slices, self._ranges = self._cut()
+        self._keys_of: dict[int, set[str]] = {unit.index: set() for unit in self.units}
+        for key, (gradients, _, _) in self._ranges.items():
+            self._keys_of[gradients.unit.index].add(key)
         self._publishing: list[Handle] = []
         self._published: set[int] = set()
         self._updated: set[str] = set()
@@ -368,7 +371,7 @@ class ZeroSharding:
             unit = gradients.unit
             if unit.index in self._published:
                 continue
-            if any(owner is gradients and key not in self._updated for key, (owner, _, _) in self._ranges.items()):
+            if not self._keys_of[unit.index] <= self._updated:
                 return
             self._published.add(unit.index)
             handle = unit.launch_publish(unit.tag(self._step))
