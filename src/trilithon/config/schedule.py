@@ -23,7 +23,8 @@ from trilithon.config.base import (
     named,
 )
 
-PerGroup = NonNegativeReal | tuple[NonNegativeReal, ...]  # one rate, or one for each parameter group
+# One rate, or one for each parameter group.
+PerGroup = NonNegativeReal | Annotated[tuple[NonNegativeReal, ...], Field(min_length=1)]
 WarmupType = Literal["log", "linear"]
 
 
