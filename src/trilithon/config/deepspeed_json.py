@@ -290,7 +290,8 @@ class _Reader:
         power = fp16.get("initial_scale_power", 16)
         if isinstance(power, (int, float)) and not isinstance(power, bool) and 24 < power <= 127:
             self.derive("precision.max_scale", 2.0**power, "DeepSpeed sets no upper limit; raised to the initial scale")
-        self.derive("precision.give_up_after", 1, "DeepSpeed stops at the first overflow at min_loss_scale")
+        if same(fp16.get("loss_scale", 0), 0) or fp16.get("loss_scale") is None:
+            self.derive("precision.give_up_after", 1, "DeepSpeed stops at the first overflow at min_loss_scale")
 
     def printing(self, block: Mapping[str, Any]) -> None:
         every = block.get("steps_per_print", 10)

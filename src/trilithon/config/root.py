@@ -275,7 +275,6 @@ _DYNAMIC_SCALE_ONLY = (
     "consecutive_hysteresis",
     "min_scale",
     "max_scale",
-    "give_up_after",
 )
 
 

@@ -1,8 +1,8 @@
 """Learning-rate schedules by name.
 
 The plain kinds (constant ... piecewise) give a factor on each parameter group's own learning rate; the others, which
-DeepSpeed files use, give learning rates in absolute terms under their own parameter names. A schedule counts steps that
-changed the weights, from 0; the first such step uses the value at 0.
+DeepSpeed files use, give learning rates in absolute terms under their own parameter names. A schedule counts the steps
+that changed the weights; a skipped step does not move it.
 """
 
 from __future__ import annotations
