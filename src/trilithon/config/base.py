@@ -73,6 +73,11 @@ def dotted(parts: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in parts)
 
 
+def place(prefix: str, name: object) -> str:
+    """The dotted key of `name` under a prefix such as "" or "zero."; a name that is not text is shown."""
+    return prefix + (name if isinstance(name, str) else show(name))
+
+
 def describe(key: str, error: Any) -> str:
     """One problem in one line, from an entry of pydantic's `errors()` with its input."""
     message = str(error["msg"]).replace("Input should be", "must be").removeprefix("Value error, ")
@@ -81,8 +86,11 @@ def describe(key: str, error: Any) -> str:
         return f"{key}: missing, and it has no default"
     if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"{key}={show(given)} ({kind_of(given)}): must be a block of keys"
-    if error["type"] == "tuple_type":
-        message = "must be a list"
+    own = {"tuple_type": "must be a list", "path_type": "must be a path", "string_type": "must be text"}
+    message = own.get(error["type"], message)
+    if error["type"] in ("too_short", "too_long"):
+        low, high = error["ctx"].get("min_length"), error["ctx"].get("max_length")
+        message = f"must hold at {'least' if high is None else 'most'} {low if high is None else high} values"
     if error["type"] == "extra_forbidden":
         return f"{key}: unknown key"
     if error["type"] == "value_error":

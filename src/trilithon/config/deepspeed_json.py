@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-from trilithon.config.base import kind_of, show
+from trilithon.config.base import kind_of, place, show
 from trilithon.config.deepspeed_keys import AUTO_IS_A_VALUE, TABLE
 from trilithon.config.deepspeed_rules import Block, Code, Entry, Feature, Idle, Only, To, misfit, same, table_keys
 from trilithon.config.deepspeed_types import read_optimizer, read_scheduler
@@ -140,10 +140,10 @@ class _Reader:
         if block.get("enabled") is False:
             return
         for name, value in list(block.items()):
-            key = f"{prefix}{name}"
+            key = place(prefix, name)
             if isinstance(value, dict):
                 self.fill_auto(value, f"{key}.", values)
-            if value != "auto" or key in AUTO_IS_A_VALUE or "." in str(name):
+            if not isinstance(value, str) or value != "auto" or key in AUTO_IS_A_VALUE or "." in place("", name):
                 continue
             if key in values and values[key] != "auto":
                 block[name] = values[key]
@@ -160,7 +160,7 @@ class _Reader:
     def walk(self, block: Mapping[Any, Any], table: Mapping[str, Entry], prefix: str) -> None:
         """Apply the entry of each key of a block."""
         for name, value in block.items():
-            key = f"{prefix}{name}"
+            key = place(prefix, name)
             entry = table.get(name) if isinstance(name, str) else None
             if entry is None:
                 self.unknown(name, prefix, table)
@@ -168,7 +168,7 @@ class _Reader:
                 self.apply(key, value, entry)
 
     def unknown(self, name: Any, prefix: str, table: Mapping[str, Entry]) -> None:
-        key = f"{prefix}{name}"
+        key = place(prefix, name)
         if not isinstance(name, str):
             self.draft.problem(key, f"{key}: a key must be text, not {kind_of(name)}")
             return
@@ -290,7 +290,8 @@ class _Reader:
         power = fp16.get("initial_scale_power", 16)
         if isinstance(power, (int, float)) and not isinstance(power, bool) and 24 < power <= 127:
             self.derive("precision.max_scale", 2.0**power, "DeepSpeed sets no upper limit; raised to the initial scale")
-        self.derive("precision.give_up_after", 1, "DeepSpeed stops at the first overflow at min_loss_scale")
+        if same(fp16.get("loss_scale", 0), 0) or fp16.get("loss_scale") is None:
+            self.derive("precision.give_up_after", 1, "DeepSpeed stops at the first overflow at min_loss_scale")
 
     def printing(self, block: Mapping[str, Any]) -> None:
         every = block.get("steps_per_print", 10)
@@ -317,7 +318,7 @@ class _Reader:
             for part, key in zip(parts, ("output_path", "job_name")):
                 if part is not None and not isinstance(part, str):
                     self.draft.problem(f"{name}.{key}", f"{name}.{key}={show(part)} ({kind_of(part)}): must be text")
-            path = "/".join(str(part).rstrip("/") or "/" for part in parts if part)
+            path = "/".join(part.rstrip("/") or "/" for part in parts if isinstance(part, str) and part)
             if folder is None:
                 folder = path
                 self.put("monitor.folder", path, f"{name}.output_path")

@@ -87,7 +87,8 @@ def placed(value: Any) -> bool:
     """For offload blocks: on when `device` names something other than none."""
     if not isinstance(value, Mapping):
         return value is not None
-    return str(value.get("device", "none")).lower() not in ("none", "null")
+    device = value.get("device", "none")
+    return device is not None and not (isinstance(device, str) and device.lower() == "none")
 
 
 def same(value: Any, allowed: Any) -> bool:

@@ -86,7 +86,7 @@ _REFUSED = {
     **dict.fromkeys(("muon", "muadam", "muadamw", "musgd"), "this optimizer is"),
     **dict.fromkeys(
         ("rmsprop", "adadelta", "adamax", "nadam", "radam", "asgd", "rprop", "sparseadam", "lbfgs", "adafactor"),
-        "this optimizer of torch.optim is",
+        "by name, this optimizer of torch.optim is",
     ),
 }
 _SCHEDULERS: dict[str, type[Section]] = {
@@ -108,7 +108,8 @@ def read_optimizer(reader: Reader, block: Any) -> None:
     if rule is None:
         known = "Adam, AdamW, SGD, Lion, Adagrad, Lamb"
         if name.lower() in _REFUSED:
-            text = f"{_REFUSED[name.lower()]} not in this version; known are {known}"
+            own = "; pass it yourself to initialize(optimizer=...)" if "torch.optim" in _REFUSED[name.lower()] else ""
+            text = f"{_REFUSED[name.lower()]} not in this version{own}; known are {known}"
         else:
             close = nearest(name, known.split(", "))
             text = f"unknown; {f'did you mean {close}? ' if close else ''}known are {known}"
@@ -135,7 +136,7 @@ def read_scheduler(reader: Reader, block: Any) -> None:
         reader.draft.problem(
             "scheduler.type",
             f"scheduler.type={show(name)}: unknown; {f'did you mean {close}? ' if close else ''}known are "
-            f"{', '.join(_SCHEDULERS)}. Another schedule can be written in trilithon's own format",
+            f"{', '.join(_SCHEDULERS)}. A scheduler of torch is passed to initialize(lr_schedule=...)",
         )
         return
     reader.put("lr_schedule.kind", cls.model_fields["kind"].default, "scheduler.type")

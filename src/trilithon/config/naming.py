@@ -10,7 +10,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from trilithon.config.base import Section, show
+from trilithon.config.base import Section, kind_of, show
 
 
 def sections_of(annotation: Any) -> tuple[type[Section], ...]:
@@ -92,6 +92,9 @@ def _unknown(
     """As `unknown_keys`, for a block read as `cls`; siblings are the other kinds it might have been."""
     for name, given in raw.items():
         value: Any = given
+        if not isinstance(name, str):
+            yield f"{prefix}{show(name)}", f"a key must be text, not {kind_of(name)}"
+            continue
         field = cls.model_fields.get(name)
         if field is None:
             owners = [str(kind_name(other)) for other in siblings if name in other.model_fields]
@@ -114,7 +117,7 @@ def _unknown(
         meant = f"did you mean {close}? " if close else ""
         yield f"{prefix}{name}.kind", f"{what}; {meant}one of {', '.join(kinds)}"
         known = {key for section in classes for key in section.model_fields}
-        for key in [key for key in value if key not in known]:
+        for key in [show(key) if not isinstance(key, str) else key for key in value if key not in known]:
             yield f"{prefix}{name}.{key}", f"unknown key; {advice(key, f'{prefix}{name}.', known, everywhere)}"
 
 

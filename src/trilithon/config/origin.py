@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from trilithon.config.base import place
 from trilithon.errors import ConfigError
 
 OriginKind = Literal["default", "file", "argument", "deepspeed", "derived", "override"]
@@ -112,9 +113,9 @@ def leaves(block: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
     """(dotted key, value) of everything in a nested block that is not itself a block with keys."""
     for name, value in block.items():
         if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, place(prefix, name) + ".")
         else:
-            yield f"{prefix}{name}", value
+            yield place(prefix, name), value
 
 
 def values_of(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:

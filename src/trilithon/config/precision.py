@@ -57,7 +57,7 @@ class Fp16(Section):
     max_scale: PositiveReal = 2.0**24
     """The dynamic scale never goes above this."""
     give_up_after: Positive = 50
-    """Consecutive overflows at `min_scale` after which training stops with NonFiniteError."""
+    """Consecutive overflows at `min_scale`, or at a fixed scale, after which training stops with NonFiniteError."""
 
     @model_validator(mode="after")
     def _scale_range(self) -> Fp16:

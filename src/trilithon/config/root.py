@@ -6,6 +6,7 @@ its keys and mapped. Everything wrong with it is reported in one ConfigError.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Literal
 from pydantic import PrivateAttr, ValidationError
 
 from trilithon.config import sources
-from trilithon.config.base import Count, NonNegativeReal, Section, describe, dotted, kind_of, show
+from trilithon.config.base import Count, NonNegativeReal, Section, describe, dotted, kind_of, place, show
 from trilithon.config.batch import BatchConfig, ResolvedBatch
 from trilithon.config.comm import CommConfig
 from trilithon.config.deepspeed_json import check_batch, check_release, native_names, read_deepspeed, recognise
@@ -104,7 +105,7 @@ class Config(Section):  # noqa: PLW1641 (pydantic gives frozen classes their __h
 
     @property
     def private(self) -> Mapping[str, Any]:
-        """Top-level keys that begin with an underscore, such as "_notes": carried along and never read by us."""
+        """Top-level keys that begin with an underscore, such as "_notes" (and "$schema"): never read by us."""
         return dict(self._private)
 
 
@@ -187,8 +188,8 @@ def _draft(
     draft = Draft(where)
     for name in [name for name in raw if not isinstance(name, str)]:
         draft.problem(show(name), f"{show(name)}: a key must be text, not {kind_of(name)}")
-    draft.private = {name: value for name, value in raw.items() if isinstance(name, str) and name.startswith("_")}
-    raw = {name: value for name, value in raw.items() if isinstance(name, str) and not name.startswith("_")}
+    raw = {name: value for name, value in raw.items() if isinstance(name, str)}
+    draft.private = {name: raw.pop(name) for name in list(raw) if name.startswith("_") or name == "$schema"}
     form = recognise(raw, Config.model_fields, draft)
     if form == "deepspeed":
         read_deepspeed(raw, draft, native=Config.model_fields, auto=auto, expected=expected, release=release)
@@ -213,10 +214,10 @@ def _apply_overrides(draft: Draft, overrides: Mapping[str, Any]) -> None:
     """Set each override; a block that names its kind replaces the whole choice, another one only its own keys."""
     for key, value in overrides.items():
         if isinstance(value, Mapping) and value and "kind" not in value:
-            for below, leaf in leaves(plain(value), f"{key}."):
+            for below, leaf in leaves(plain(value), place("", key) + "."):
                 draft.put(below, leaf, Source("override", "override", below))
         else:
-            draft.put(str(key), plain(value), Source("override", "override", str(key)))
+            draft.put(place("", key), plain(value), Source("override", "override", place("", key)))
 
 
 def _add_problem(draft: Draft, key: str, text: str) -> None:
@@ -240,7 +241,7 @@ def _add_problem(draft: Draft, key: str, text: str) -> None:
 def _build(draft: Draft) -> Config | None:
     """The configuration of a draft, or None after adding each value's problem to the draft."""
     try:
-        config = Config.model_validate(draft.values)
+        config = Config.model_validate(_printable(draft.values))
     except ValidationError as error:
         found: dict[str, list[Any]] = {}
         for item in error.errors():
@@ -274,8 +275,18 @@ _DYNAMIC_SCALE_ONLY = (
     "consecutive_hysteresis",
     "min_scale",
     "max_scale",
-    "give_up_after",
 )
+
+
+def _printable(value: Any) -> Any:
+    """A nested block without the keys that are not text (reported already), and with numbers too long for text cut."""
+    if isinstance(value, int) and value.bit_length() > 4096:
+        return math.inf if value > 0 else -math.inf
+    if isinstance(value, (list, tuple)):
+        return [_printable(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {name: _printable(below) for name, below in value.items() if isinstance(name, str)}
 
 
 def _without_effect(config: Config, draft: Draft) -> list[str]:

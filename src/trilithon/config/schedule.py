@@ -1,8 +1,8 @@
 """Learning-rate schedules by name.
 
 The plain kinds (constant ... piecewise) give a factor on each parameter group's own learning rate; the others, which
-DeepSpeed files use, give learning rates in absolute terms under their own parameter names. A schedule counts steps that
-changed the weights, from 0; the first such step uses the value at 0.
+DeepSpeed files use, give learning rates in absolute terms under their own parameter names. A schedule counts the steps
+that changed the weights; a skipped step does not move it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from trilithon.config.base import (
     named,
 )
 
-PerGroup = NonNegativeReal | tuple[NonNegativeReal, ...]  # one rate, or one for each parameter group
+# One rate, or one for each parameter group.
+PerGroup = NonNegativeReal | Annotated[tuple[NonNegativeReal, ...], Field(min_length=1)]
 WarmupType = Literal["log", "linear"]
 
 

@@ -39,7 +39,7 @@ def json_schema() -> dict[str, Any]:
     """A JSON schema of the native format, with the short forms that loading accepts."""
     schema = Config.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    schema["patternProperties"] = {"^_": {"description": "A key of your own: carried along, never read."}}
+    schema["patternProperties"] = {r"^(_|\$schema$)": {"description": "A key of your own: carried along, never read."}}
     for name, field in Config.model_fields.items():
         kinds = [kind for kind in map(kind_name, sections_of(field.annotation)) if kind]
         if kinds:

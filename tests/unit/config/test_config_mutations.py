@@ -48,7 +48,18 @@ DEEPSPEED = {
 JUNK = [
     *(None, True, False, 0, -1, 1, 2.5, -0.0, 1e308, 2**31, 2**63, 10**400, 10**5000, math.inf, -math.inf, math.nan),
     *("", "auto", "null", "x" * 500, "\0", "zero", [], {}, [[]], [None], {"a": {"b": [{}]}}, {"kind": "adam"}),
-    *({"enabled": "yes"}, {"kind": []}, {None: 1}, [math.nan, "x"], ("a",), b"bytes", object(), {1, 2}, 3 + 4j),
+    *(
+        {"enabled": "yes"},
+        {"kind": []},
+        {None: 1},
+        {10**5000: 1},
+        [math.nan, "x"],
+        ("a",),
+        b"bytes",
+        object(),
+        {1, 2},
+        3 + 4j,
+    ),
 ]
 
 
@@ -75,8 +86,8 @@ def misspelt(name, rng):
 def mutate(tree, rng):
     """A damaged copy, what was done, and the name of the key that it was done to."""
     tree = copy.deepcopy(tree)
-    block = rng.choice([block for block in blocks_of(tree) if block])
-    name = rng.choice(list(block))
+    block = rng.choice([block for block in blocks_of(tree) if any(isinstance(name, str) and name for name in block)])
+    name = rng.choice([name for name in block if isinstance(name, str) and name])
     action = rng.choice(["rename", "junk", "drop", "move", "add"])
     if action == "rename":
         new = misspelt(name, rng)
@@ -92,7 +103,7 @@ def mutate(tree, rng):
         other = rng.choice(list(blocks_of(tree)))
         other[name] = copy.deepcopy(block[name]) if other is not block else block[name]
         return tree, action, name
-    new = rng.choice(["extra", "Stage", "kind ", "zero.stage", "träge", "x" * 300, "a.b.c"])
+    new = rng.choice(["extra", "Stage", "kind ", "zero.stage", "träge", "x" * 300, "a.b.c", None, 10**5000])
     block[new] = rng.choice(JUNK)
     return tree, action, new
 
@@ -103,8 +114,11 @@ def test_damaged_configurations_are_accepted_or_refused_by_name(valid):
     known = {name for name, _ in [*every_key(Config), *table_keys(TABLE)]}
     assert isinstance(Config.load(valid), Config)
     outcomes = {"accepted": 0, "refused": 0}
-    for _ in range(500):
+    for count in range(500):
         tree, action, name = mutate(valid, rng)
+        for _ in range(count % 3):  # further damage, which may undo or hide the first
+            tree, _, _ = mutate(tree, rng)
+            action = "several"
         before = copy.copy(tree)
         try:
             config = Config.load(tree)
@@ -119,7 +133,7 @@ def test_damaged_configurations_are_accepted_or_refused_by_name(valid):
             assert explain(config)
             assert action != "rename" or name in known or name.startswith("_"), (name, "was silently accepted")
         assert tree == before or action == "junk"
-    assert min(outcomes.values()) > 50, outcomes
+    assert min(outcomes.values()) > 20, outcomes
 
 
 @pytest.mark.parametrize("valid", [NATIVE, DEEPSPEED], ids=["native", "deepspeed"])

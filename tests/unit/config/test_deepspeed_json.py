@@ -116,7 +116,8 @@ def test_loss_scale_settings_become_ours():
         cast_inputs=False,
         give_up_after=1,
     )
-    assert load({"fp16": {"enabled": True, "loss_scale": 128}}).precision.loss_scale == 128
+    assert load({"fp16": {"enabled": True, "loss_scale": 128}}).precision == Fp16(loss_scale=128)
+    assert load({"fp16": {"enabled": True, "loss_scale": 0.0}}).precision == Fp16(give_up_after=1)
 
 
 def test_a_block_that_is_off_has_no_effect_and_says_so():

@@ -44,7 +44,7 @@ def test_optimizers_become_ours_with_deepspeeds_defaults(given, expected):
         ({"type": "Adm"}, "optimizer.type='Adm': unknown; did you mean Adam?"),
         ({"type": "OneBitAdam"}, "optimizer.type='OneBitAdam': optimizers with 1-bit communication"),
         ({"type": "Muon"}, "not in this version"),
-        ({"type": "RMSprop"}, "not in this version"),
+        ({"type": "RMSprop"}, "pass it yourself to initialize(optimizer=...)"),
         ({"type": 3}, "optimizer.type: 3 (a whole number) must be text"),
         ({"params": {"lr": 1}}, "optimizer.type: missing"),
         ({"type": "Adam", "params": 3}, "optimizer.params=3"),
