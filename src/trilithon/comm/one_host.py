@@ -176,11 +176,14 @@ def _read(arrival: _Arrival, reading: _Reading, group: dist.ProcessGroup, proces
     try:
         arrival.work.wait()
         address, length = arrival.announced.tolist()
-        assert length == arrival.into.numel() * arrival.into.element_size()
+        if length != arrival.into.numel() * arrival.into.element_size():
+            raise ConnectionLostError(arrival.peer, f"it announced {length} bytes, another size than expected here")
         read_memory(process_id, address, arrival.into)
         done = torch.empty(1, dtype=torch.uint8)
         reading.sent.append((arrival.peer, group.send([done], arrival.peer, arrival.acknowledge_as), done))
     except OSError as error:
         raise ConnectionLostError(arrival.peer, f"its memory cannot be read: {error.strerror}") from error
+    except ConnectionLostError:
+        raise
     except RuntimeError as error:
         raise ConnectionLostError(arrival.peer, said_by(error)) from error
