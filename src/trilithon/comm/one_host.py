@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trilithon.comm.point_to_point import ConnectionLostError, Exchange, PointToPoint, said_by
+from trilithon.comm.point_to_point import ConnectionLostError, Exchange, PointToPoint, Work, said_by
 
-_LARGE_BYTES = 1 << 21  # below this a message is faster than announcement and acknowledgement
+_LARGE_BYTES = 1 << 22  # below this a message is faster than announcement and acknowledgement
 _ACKNOWLEDGE = 1 << 29  # turns the code of an exchange into that of its acknowledgements
 _PR_SET_PTRACER, _ANY_PROCESS = 0x59616D61, -1
 _ONE_READ_BYTES = 1 << 30
@@ -58,7 +58,10 @@ def host_identity() -> str:
 
 
 def allow_reading() -> None:
-    """Where the kernel restricts reading to ancestors (Yama), let this user's other processes read this one."""
+    """Where the kernel restricts reading to ancestors (Yama scope 1), let this user's processes read this one."""
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    if not scope.exists() or scope.read_text().strip() != "1":
+        return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PTRACER, ctypes.c_long(_ANY_PROCESS), 0, 0, 0)
 
 
@@ -77,7 +80,7 @@ class _Arrival:
     """What one peer will announce, and where its tensor goes."""
 
     peer: int
-    work: dist.Work
+    work: Work
     announced: Tensor  # [2] int64: address, bytes
     into: Tensor
     acknowledge_as: int
@@ -90,13 +93,13 @@ class _Reading:
     arrivals: list[_Arrival]
     finished: threading.Event = field(default_factory=threading.Event)
     error: ConnectionLostError | None = None
-    sent: list[tuple[int, dist.Work, Tensor]] = field(default_factory=list)  # acknowledgements
+    sent: list[tuple[int, Work, Tensor]] = field(default_factory=list)  # acknowledgements
 
 
 class _DirectExchange(Exchange):
     """Also waits until everything large was read, here and by the peers."""
 
-    def __init__(self, works: list[tuple[int, dist.Work]], tensors: list[Tensor], reading: _Reading) -> None:
+    def __init__(self, works: list[tuple[int, Work]], tensors: list[Tensor], reading: _Reading) -> None:
         super().__init__(works, tensors)
         self._reading = reading
 
@@ -131,7 +134,7 @@ class OneHost(PointToPoint):
         large_receives = [(peer, tensor) for peer, tensor in receives if _is_large(tensor)]
         if not large_sends and not large_receives:
             return super().exchange(code, sends, receives)
-        group, acknowledged = self._process_group, code ^ _ACKNOWLEDGE
+        acknowledged = code ^ _ACKNOWLEDGE
         works, tensors = self._post(
             code,
             [(peer, tensor) for peer, tensor in sends if not _is_large(tensor)],
@@ -140,12 +143,12 @@ class OneHost(PointToPoint):
         arrivals = []
         for peer, tensor in large_receives:
             announced = torch.empty(2, dtype=torch.int64)
-            arrivals.append(_Arrival(peer, group.recv([announced], peer, code), announced, tensor, acknowledged))
+            arrivals.append(_Arrival(peer, self.receive(peer, announced, code), announced, tensor, acknowledged))
         for peer, tensor in large_sends:
             acknowledgement = torch.empty(1, dtype=torch.uint8)
             announcement = torch.tensor([tensor.data_ptr(), tensor.numel() * tensor.element_size()])
-            works.append((peer, group.recv([acknowledgement], peer, acknowledged)))
-            works.append((peer, group.send([announcement], peer, code)))
+            works.append((peer, self.receive(peer, acknowledgement, acknowledged)))
+            works.append((peer, self.send(peer, announcement, code)))
             tensors += [tensor, acknowledgement, announcement]
         reading = _Reading(arrivals)
         self._readings.put(reading)
@@ -173,11 +176,14 @@ def _read(arrival: _Arrival, reading: _Reading, group: dist.ProcessGroup, proces
     try:
         arrival.work.wait()
         address, length = arrival.announced.tolist()
-        assert length == arrival.into.numel() * arrival.into.element_size()
+        if length != arrival.into.numel() * arrival.into.element_size():
+            raise ConnectionLostError(arrival.peer, f"it announced {length} bytes, another size than expected here")
         read_memory(process_id, address, arrival.into)
         done = torch.empty(1, dtype=torch.uint8)
         reading.sent.append((arrival.peer, group.send([done], arrival.peer, arrival.acknowledge_as), done))
     except OSError as error:
         raise ConnectionLostError(arrival.peer, f"its memory cannot be read: {error.strerror}") from error
+    except ConnectionLostError:
+        raise
     except RuntimeError as error:
         raise ConnectionLostError(arrival.peer, said_by(error)) from error

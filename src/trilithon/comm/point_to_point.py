@@ -8,6 +8,7 @@ between pairs move only what the formulas say, straight between the caller's buf
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,26 @@ class ConnectionLostError(RuntimeError):
         self.peer = peer  # rank in the group
 
 
+class Work(Protocol):
+    """A send or receive in flight."""
+
+    def wait(self) -> object: ...
+
+
+class _Broken:
+    """A send or receive that could not be started: its connection was closed already. Fails when waited for."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self) -> object:
+        raise self._error
+
+
 class Exchange:
     """Sends and receives in flight between this rank and its peers."""
 
-    def __init__(self, works: list[tuple[int, dist.Work]], tensors: list[Tensor]) -> None:
+    def __init__(self, works: list[tuple[int, Work]], tensors: list[Tensor]) -> None:
         self._works = works
         self._tensors = tensors  # keeps the memory alive while gloo reads and writes it
 
@@ -63,18 +80,32 @@ class PointToPoint:
         """Post receives, then sends: pairs of (peer, contiguous tensor). Empty tensors are left out on both sides."""
         return Exchange(*self._post(code, sends, receives))
 
+    def receive(self, peer: int, tensor: Tensor, code: int) -> Work:
+        """Begin to receive one message."""
+        try:
+            return self._process_group.recv([tensor], peer, code)
+        except RuntimeError as error:
+            return _Broken(error)
+
+    def send(self, peer: int, tensor: Tensor, code: int) -> Work:
+        """Begin to send one message."""
+        try:
+            return self._process_group.send([tensor], peer, code)
+        except RuntimeError as error:
+            return _Broken(error)
+
     def _post(
         self, code: int, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
-    ) -> tuple[list[tuple[int, dist.Work]], list[Tensor]]:
-        works: list[tuple[int, dist.Work]] = []
+    ) -> tuple[list[tuple[int, Work]], list[Tensor]]:
+        works: list[tuple[int, Work]] = []
         tensors: list[Tensor] = []
         for peer, tensor in receives:
             if tensor.numel():
-                works.append((peer, self._process_group.recv([tensor], peer, code)))
+                works.append((peer, self.receive(peer, tensor, code)))
                 tensors.append(tensor)
         for peer, tensor in sends:
             if tensor.numel():
-                works.append((peer, self._process_group.send([tensor], peer, code)))
+                works.append((peer, self.send(peer, tensor, code)))
                 tensors.append(tensor)
         return works, tensors
 

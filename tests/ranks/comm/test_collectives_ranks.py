@@ -187,3 +187,17 @@ def test_a_lost_connection_names_the_call_and_the_rank(world_size):
             group.all_gather(torch.zeros(2), torch.zeros(1), TAG).wait()
     else:
         dist.destroy_process_group()
+
+
+@ranks(2, timeout_s=30)
+def test_a_connection_that_was_lost_before_the_call_is_reported_by_wait(world_size):
+    group = data_group()
+    group.barrier(TAG)
+    if group.rank == 1:
+        dist.destroy_process_group()
+        return
+    with pytest.raises(CollectiveError, match="lost its connection to rank 1 in call 1"):
+        group.barrier(TAG)
+    handle = group.all_gather(torch.zeros(2), torch.zeros(1), TAG)  # issuing does not fail: a handle is still there
+    with pytest.raises(CollectiveError, match="lost its connection to rank 1 in call 2"):
+        handle.wait()
