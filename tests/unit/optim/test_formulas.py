@@ -76,7 +76,9 @@ def test_twenty_steps_equal_torch_optim(
 
 def test_adam_without_bias_correction_takes_the_raw_moments() -> None:
     p, g = torch.zeros(3), torch.tensor([1.0, -2.0, 0.0])
-    formulas.adam_(p, g, torch.zeros(3), torch.zeros(3), lr=1.0, betas=(0.9, 0.99), eps=0.0, step=1, bias_correction=False)
+    formulas.adam_(
+        p, g, torch.zeros(3), torch.zeros(3), lr=1.0, betas=(0.9, 0.99), eps=0.0, step=1, bias_correction=False
+    )
     torch.testing.assert_close(p[:2], torch.tensor([-1.0, 1.0]))  # 0.1 g / (0.1 |g|)
     assert p[2].isnan()  # 0 / (0 + eps) with eps 0
 

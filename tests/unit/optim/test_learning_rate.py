@@ -41,7 +41,9 @@ def rates(schedule: Any, updates: int, base: float = 0.1) -> list[float]:
 def test_a_warmup_from_zero_leaves_the_first_step_at_zero_and_get_lr_is_what_is_applied() -> None:
     p = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([p], lr=123.0)
-    driver = LearningRate(optimizer.param_groups, WarmupLr(warmup_max_lr=0.1, warmup_num_steps=10, warmup_type="linear"))
+    driver = LearningRate(
+        optimizer.param_groups, WarmupLr(warmup_max_lr=0.1, warmup_num_steps=10, warmup_type="linear")
+    )
     for step in range(15):
         said = driver.get_lr()[0]
         before = p.item()

@@ -25,7 +25,9 @@ def test_golden_trace(consecutive: bool, golden: list[int]) -> None:
     assert scale.non_finite == sum(OVERFLOWS)
 
 
-def reference(overflows: list[bool], window: int, hysteresis: int, consecutive: bool, low: float, high: float) -> list[float]:
+def reference(
+    overflows: list[bool], window: int, hysteresis: int, consecutive: bool, low: float, high: float
+) -> list[float]:
     """The rule as it is written down, with no bookkeeping beside it."""
     c, last, left, trace = 2.0**10, -1, hysteresis, []
     for i, overflow in enumerate(overflows):
@@ -91,7 +93,9 @@ def test_giving_up_counts_overflows_in_a_row_at_the_minimum_and_names_the_parame
     scale.accept(True)  # starts the count anew
     scale.accept(False)
     scale.accept(False)
-    with pytest.raises(NonFiniteError, match=r"3 steps in a row .* minimum, 1; .*'layer\.weight'.* lower the learning rate"):
+    with pytest.raises(
+        NonFiniteError, match=r"3 steps in a row .* minimum, 1; .*'layer\.weight'.* lower the learning rate"
+    ):
         scale.accept(False)
 
 
