@@ -108,8 +108,9 @@ class Rank:
                 shards.append(Shard(name, low - place, high - low, low - start, torch.Size(shape)))
             place += size
         master = flat[start:stop].clone()
-        low_copy = torch.full((stop - start,), 9.0, dtype=torch.bfloat16)
-        return Slice(f"group{group}[{start}:{stop}]", group, master, torch.zeros(stop - start), low_copy, shards)
+        return Slice(
+            f"group{group}[{start}:{stop}]", group, master, torch.zeros(stop - start), master.bfloat16(), shards
+        )
 
 
 class Cluster:
@@ -133,11 +134,14 @@ class Cluster:
         self._barrier.wait()
         return local
 
-    def step(self, gradients: Mapping[int, Tensor], grad_scale: float = 1.0) -> None:
+    def step(
+        self, gradients: Mapping[int, Tensor], grad_scale: float = 1.0, idle: frozenset[str] = frozenset()
+    ) -> None:
         self._step += 1
         for rank, cuts in zip(self.ranks, self.cuts):
             for slice_, (group, start, stop) in zip(rank.slices, cuts):
                 slice_.grad = gradients[group][start:stop].clone()
+                slice_.idle = idle
 
         def run(index: int) -> None:
             rank = self.ranks[index]
@@ -254,6 +258,35 @@ def test_state_is_fp32_per_element_and_made_for_no_more_than_the_slices(rule: st
             for value in state.values():
                 assert value.shape == slice_.master.shape and value.dtype == torch.float32
                 assert not value.requires_grad
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_a_parameter_without_gradient_is_left_as_it_is_and_the_others_do_not_notice(rule: str, cuts: str) -> None:
+    all_move, one_idle = Cluster(RULES[rule], WHOLE), Cluster(RULES[rule], CUTS[cuts])
+    one_idle.step(gradients(0), idle=frozenset({"block.bias"}))  # the last 11 elements of group 1
+    all_move.step(gradients(0))
+    weights = {0: slice(None), 1: slice(0, 55)}
+    assert torch.equal(one_idle.masters()[1][55:], one_idle.start[1][55:])
+    for step in range(1, 4):
+        one_idle.step(gradients(step))
+        all_move.step(gradients(step))
+    for group, moved in weights.items():
+        torch.testing.assert_close(
+            one_idle.masters()[group][moved], all_move.masters()[group][moved], rtol=0, atol=tolerance(rule)
+        )
+    assert not torch.equal(one_idle.masters()[1][55:], one_idle.start[1][55:])
+
+
+# Torch's own optimizers count per tensor, and a slice is one tensor to them.
+@pytest.mark.parametrize("rule", [name for name in RULES if tolerance(name) == OWN_TOLERANCE])
+def test_the_first_update_of_a_parameter_that_came_late_counts_as_its_first(rule: str) -> None:
+    late, fresh = Cluster(RULES[rule], CUTS["two ranks"]), Cluster(RULES[rule], WHOLE)
+    for step in range(2):
+        late.step(gradients(step), idle=frozenset({"block.bias"}))
+    for step in range(2, 5):
+        late.step(gradients(step))
+        fresh.step(gradients(step))
+    assert torch.equal(late.masters()[1][55:], fresh.masters()[1][55:])
 
 
 @pytest.mark.parametrize("cuts", CUTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -12,11 +13,11 @@ from trilithon import schedules
 @pytest.mark.parametrize(
     "make",
     [
-        lambda a, b, n: schedules.linear(a, b, n),
-        lambda a, b, n: schedules.cosine(a, b, n),
+        schedules.linear,
+        schedules.cosine,
         lambda a, b, n: schedules.polynomial(a, b, n, power=3.0),
         lambda a, b, n: schedules.polynomial(a, b, n, power=0.5),
-        lambda a, b, n: schedules.root(a, b, n),
+        schedules.root,
         lambda a, b, n: schedules.root(a, b, n, degree=3.0),
     ],
 )
@@ -26,7 +27,7 @@ def test_ramps_start_and_end_exactly_move_one_way_and_stay(make: object, start: 
     values = [schedule(step) for step in range(12)]
     assert values[0] == start
     assert values[7:] == [end] * 5
-    steps = [b - a for a, b in zip(values, values[1:8])]
+    steps = [b - a for a, b in pairwise(values[:8])]
     assert all(step * (end - start) > 0 for step in steps)
 
 

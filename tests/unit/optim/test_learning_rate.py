@@ -57,7 +57,7 @@ def test_a_warmup_from_zero_leaves_the_first_step_at_zero_and_get_lr_is_what_is_
 
 
 def test_a_skipped_step_does_not_move_the_rate() -> None:
-    driver = LearningRate([{"lr": 1.0}], lambda step: float(step))
+    driver = LearningRate([{"lr": 1.0}], float)
     assert driver.get_lr() == [0.0]
     assert driver.get_lr() == [0.0]  # asked again after a skip: no advance
     driver.advance()

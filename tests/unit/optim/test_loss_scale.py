@@ -26,7 +26,7 @@ def test_golden_trace(consecutive: bool, golden: list[int]) -> None:
 
 
 def reference(
-    overflows: list[bool], window: int, hysteresis: int, consecutive: bool, low: float, high: float
+    overflows: list[bool], *, window: int, hysteresis: int, consecutive: bool, low: float, high: float
 ) -> list[float]:
     """The rule as it is written down, with no bookkeeping beside it."""
     c, last, left, trace = 2.0**10, -1, hysteresis, []
@@ -63,7 +63,9 @@ def test_random_sequences_follow_the_rule(seed: int) -> None:
     for overflow in overflows:
         scale.accept(not overflow)
         trace.append(scale.scale)
-    assert trace == reference(overflows, window, hysteresis, consecutive, 4.0, 2.0**13)
+    assert trace == reference(
+        overflows, window=window, hysteresis=hysteresis, consecutive=consecutive, low=4.0, high=2.0**13
+    )
 
 
 def test_the_first_growth_comes_after_exactly_window_good_steps() -> None:
@@ -132,7 +134,7 @@ def test_policies_without_a_scale() -> None:
         stop.accept(False)
 
 
-@pytest.mark.parametrize("make", [lambda: NoScale(), lambda: StaticScale(4.0), lambda: DynamicScale()])
+@pytest.mark.parametrize("make", [NoScale, lambda: StaticScale(4.0), DynamicScale])
 def test_state_round_trips_and_refuses_another_kind(make: object) -> None:
     one, other = make(), make()  # type: ignore[operator]
     one.accept(False)

@@ -99,12 +99,12 @@ def lamb_like(p: Tensor, g: Tensor) -> Tensor:
 
 
 def shampoo_like(p: Tensor, g: Tensor) -> Tensor:
-    return torch.linalg.inv(g @ g.T + torch.eye(g.shape[0])) @ g
+    return torch.linalg.inv(g @ g.mT + torch.eye(g.shape[0])) @ g
 
 
 def flattening_shampoo(p: Tensor, g: Tensor) -> Tensor:
     rows = g.reshape(g.shape[0], -1)
-    return (torch.linalg.inv(rows @ rows.T + torch.eye(rows.shape[0])) @ rows).view_as(g)
+    return (torch.linalg.inv(rows @ rows.mT + torch.eye(rows.shape[0])) @ rows).view_as(g)
 
 
 def clipping(p: Tensor, g: Tensor) -> Tensor:
