@@ -62,7 +62,9 @@ def cosine(start: float, end: float, steps: int) -> Schedule:
 
     def value(step: int) -> float:
         share = _share(step, steps)
-        return end if share == 1.0 else end + (start - end) * (1.0 + math.cos(math.pi * share)) / 2.0
+        if share in (0.0, 1.0):  # exactly, where the formula would round
+            return end if share else start
+        return end + (start - end) * (1.0 + math.cos(math.pi * share)) / 2.0
 
     return value
 

@@ -141,7 +141,12 @@ class Foreign:
                 f"optimizer in use is {self.name!r} (whole={self._whole}). Use the same optimizer and layout, or load "
                 "without optimizer state."
             )
-        self._loaded = dict(state)
+        self._loaded = {**state}
+        if self._whole:  # handed out as parameters appear, perhaps after somebody changed what was passed here
+            self._loaded["state"] = {
+                name: {field: _detached(value) for field, value in kept.items()}
+                for name, kept in state["state"].items()
+            }
         self._optimizer.state.clear()
         for index, witness in enumerate(self._witnesses):
             self._restore(witness, index)
