@@ -22,18 +22,19 @@ def held_out_loss(
     max_batches: int,
     device: torch.device,
 ) -> float:
-    """Mean loss in nats per token over the first blocks, the same on every rank and for any number of ranks.
+    """Mean loss in nats per token over held-out blocks, the same on every rank.
 
     loss_of: mean loss of a batch of inputs and targets [B, T]. At most max_batches batches of micro_size are taken by
-    each rank. Every rank computes equally many batches, because at ZeRO stage 3 a forward pass is collective; a rank
-    that runs out of blocks computes some again, with weight 0.
+    each rank, from blocks spread evenly over the text and always the same ones. Every rank computes equally many
+    batches, because at ZeRO stage 3 a forward pass is collective; a rank that runs out of blocks computes one again,
+    with weight 0.
     """
     num_blocks = min(len(blocks), max_batches * micro_size * agreement.world_size)
     per_round = micro_size * agreement.world_size
     total = weight = 0.0
     for start in range(0, num_blocks, per_round):
         first = start + agreement.rank * micro_size
-        mine = [blocks[i] for i in range(first, min(first + micro_size, num_blocks))]
+        mine = [blocks[i * len(blocks) // num_blocks] for i in range(first, min(first + micro_size, num_blocks))]
         used = mine or [blocks[0]]
         inputs = torch.stack([block[0] for block in used]).to(device)
         targets = torch.stack([block[1] for block in used]).to(device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from types import FrameType, TracebackType
 from typing import Any
@@ -24,13 +25,15 @@ class StopRequest:
         self._before: Any = None
 
     def __enter__(self) -> StopRequest:
-        self._before = signal.signal(signal.SIGINT, self._note)
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+            self._before = signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import cast
 
 import torch
 from rich.console import Console
@@ -132,7 +133,7 @@ class _Job:
         sample = ""
         if run.sample_tokens and not loop.stopped_by:
             sample = sample_text(
-                engine.module,
+                cast(GPT, engine.module),
                 self.corpus,
                 prompt=run.prompt,
                 num_tokens=run.sample_tokens,

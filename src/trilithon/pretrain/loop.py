@@ -109,7 +109,7 @@ class TrainLoop:
     def _window(self, batches: Iterator[Any]) -> list[tuple[Tensor, Tensor]]:
         """The micro-batches of one step, on the engine's device."""
         device = self.engine.device
-        return [tuple(part.to(device) for part in next(batches)) for _ in range(self.accumulation)]  # type: ignore[misc]
+        return [tuple(part.to(device) for part in next(batches)) for _ in range(self.accumulation)]
 
     def _took(self, seconds: float) -> None:
         self.seconds += seconds

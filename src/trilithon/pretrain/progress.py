@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a live line on a terminal, plain lines elsewhere, nothing on other ranks."""
+"""What a run shows while it runs: a live display on a terminal, plain lines elsewhere, nothing on other ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +39,11 @@ class StepView:
         if not math.isnan(self.validation):
             parts.append(f"val {self.validation:.4f}")
         parts += [f"lr {self.lr:.2e}", f"norm {self.grad_norm:.3f}", f"{human_count(self.tokens_per_s)} tokens/s"]
-        held = {name: size for name, size in self.memory.items() if size}
-        if held:
-            parts.append("mem " + " ".join(f"{name} {human_bytes(size)}" for name, size in held.items()))
         return "  ".join(parts)
+
+    def memory_text(self) -> str:
+        held = [f"{name} {human_bytes(size)}" for name, size in self.memory.items() if size]
+        return "mem " + " ".join(held) if held else ""
 
 
 class Display(Protocol):
@@ -79,7 +89,7 @@ class PlainDisplay:
         if done:
             per_step_s = (time.monotonic() - self._started) / done
             left = f"  left {human_time((self._total - view.step) * per_step_s)}"
-        self.say(f"step {view.step}/{self._total}  {view.text()}{left}")
+        self.say(f"step {view.step}/{self._total}  {view.text()}  {view.memory_text()}{left}")
 
     def say(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -89,29 +99,32 @@ class PlainDisplay:
 
 
 class TerminalDisplay:
-    """One live line with a bar."""
+    """A bar, the numbers of the step and the memory, redrawn in place."""
 
     def __init__(self, total: int, console: Console) -> None:
-        self._progress = Progress(
+        self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=16),
+            BarColumn(bar_width=30),
+            TimeElapsedColumn(),
+            TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[numbers]}"),
             console=console,
-            refresh_per_second=4,
         )
-        self._task = self._progress.add_task("train", total=total, numbers="")
-        self._progress.start()
+        self._task = self._bar.add_task("train", total=total)
+        self._live = Live(self._bar, console=console, refresh_per_second=4)
+        self._live.start()
 
     def step(self, view: StepView) -> None:
-        self._progress.update(self._task, completed=view.step, numbers=view.text())
+        self._bar.update(self._task, completed=view.step)
+        lines = (Text(line, overflow="ellipsis", no_wrap=True) for line in (view.text(), view.memory_text()))
+        self._live.update(Group(self._bar, *lines))
 
     def say(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
+        self._live.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        self._progress.stop()
+        self._live.stop()
 
 
 def make_display(total: int, *, every: int, rank: int, quiet: bool, stream: TextIO | None = None) -> Display:

@@ -1,0 +1,127 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SMALL = ("--model", "nano", "--context", "32", "--micro-batch", "2", "--eval-batches", "1", "--sample-tokens", "4")
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    (tmp_path / "a.txt").write_text("some text to learn from, again and again.\n" * 200)
+    return tmp_path / "a.txt"
+
+
+def start(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    taken = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
+    return subprocess.Popen(
+        [sys.executable, "-m", *launcher, "trilithon.cli.main", "train", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name not in taken},
+    )
+
+
+def end(process: subprocess.Popen[str], limit_s: float = 120) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Process ids of the ranks that a launcher started and that still run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                command = (entry / "cmdline").read_text()
+            except OSError:
+                continue
+            if parent == launcher and "trilithon.pretrain.rank" in command:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def wait_for_records(out: Path, process: subprocess.Popen[str]) -> None:
+    """Until the run has recorded a step, so that its ranks are in the loop."""
+    deadline = time.monotonic() + 90
+    metrics = out / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_text().strip()):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no step was recorded"
+        time.sleep(0.1)
+
+
+def gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_nproc_starts_ranks_that_train_together(text, tmp_path):
+    status, out, err = end(
+        start("-d", text, "--out", tmp_path / "out", "--cache", tmp_path / "c", *SMALL, "-n", 2, "-z", 3, "--steps", 3)
+    )
+    assert status == 0, err
+    assert "on 2 ranks, ZeRO stage 3" in out and out.count("step 3/3") == 1 and "4 sequences of 32 tokens" in out
+    assert (tmp_path / "out" / "model.pt").exists() and err == ""
+
+
+def test_the_message_of_the_failing_rank_is_printed_once_and_its_status_returned(tmp_path):
+    status, out, err = end(start("--data", tmp_path / "absent", "--out", tmp_path / "out", "--nproc", 2))
+    assert status == 1 and out == ""
+    (line,) = err.splitlines()
+    assert line.startswith(f"trilithon: {tmp_path}/absent does not exist. Give an existing file")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_rank_that_is_killed_ends_the_others_and_shows_in_the_status(text, tmp_path):
+    out = tmp_path / "out"
+    process = start(
+        *("-d", text, "--out", out, "--cache", tmp_path / "c", *SMALL, "-n", 2, "--steps", 100_000),
+        *("--set", "monitor.every=1", "--set", "monitor.tensorboard=false", "--set", "monitor.csv=false"),
+    )
+    wait_for_records(out, process)
+    pids = ranks_of(process.pid)
+    assert len(pids) == 2
+    os.kill(pids[1], signal.SIGKILL)
+    status, _, err = end(process, limit_s=15)
+    assert status == 128 + signal.SIGKILL
+    assert "was ended by SIGKILL" in err and err.count("\n") == 1
+    assert gone(pids)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_ctrl_c_ends_every_rank_after_the_step_with_status_130(text, tmp_path):
+    out = tmp_path / "out"
+    process = start(
+        *("-d", text, "--out", out, "--cache", tmp_path / "c", *SMALL, "-n", 2, "-z", 3, "--steps", 100_000),
+        *("--set", "monitor.every=1", "--set", "monitor.tensorboard=false", "--set", "monitor.csv=false"),
+    )
+    wait_for_records(out, process)
+    pids = ranks_of(process.pid)
+    process.send_signal(signal.SIGINT)
+    status, printed, err = end(process, limit_s=60)
+    assert status == 130, err
+    assert "Stopped after step" in printed and "Traceback" not in err
+    assert gone(pids)
+    assert (out / "model.pt").exists() and not list(out.glob("*partial*"))
+
+
+def test_it_runs_under_torchrun_as_well(text, tmp_path):
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    arguments = ("-d", text, "--out", tmp_path / "out", "--cache", tmp_path / "c", *SMALL, "--steps", 2)
+    status, out, err = end(start(*arguments, launcher=torchrun))
+    assert status == 0, err
+    assert "on 2 ranks" in out and out.count("step 2/2") == 1

@@ -1,0 +1,124 @@
+import json
+
+import pytest
+
+from trilithon.config import AdamW, Bf16, Constant, Cosine, Fp16, Lamb
+from trilithon.errors import ConfigError
+from trilithon.pretrain import PretrainConfig, load_pretrain
+
+DATA = {"data.paths": ["texts"]}
+
+
+def test_what_is_left_open_gets_values_that_train_a_language_model():
+    config = load_pretrain(overrides={**DATA, "run.steps": 400})
+    engine = config.engine
+    assert isinstance(engine.optimizer, AdamW) and engine.optimizer.betas == (0.9, 0.95)
+    assert isinstance(engine.lr_schedule, Cosine)
+    assert engine.lr_schedule.total_steps == 400 and engine.lr_schedule.warmup_steps == 20
+    assert engine.clip_norm == 1.0 and engine.batch.micro_size == 8
+    assert engine.precision.non_finite == "raise"
+    assert engine.monitor.jsonl and engine.monitor.csv and engine.monitor.tensorboard
+
+
+def test_options_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(
+        json.dumps(
+            {
+                "data": {"paths": ["here"], "held_out": 0.1},
+                "model": {"preset": "nano"},
+                "run": {"steps": 7},
+                "zero": {"stage": 2},
+                "optimizer": {"kind": "adamw", "lr": 0.5},
+                "clip_norm": 0.25,
+                "precision": {"kind": "fp32", "non_finite": "skip"},
+                "monitor": {"csv": False},
+            }
+        )
+    )
+    config = load_pretrain(path, {"zero.stage": 3, "run.steps": 9, "optimizer.lr": 0.125})
+    assert config.data.paths == ("here",) and config.data.held_out == 0.1
+    assert config.model.preset == "nano" and config.run.steps == 9
+    assert config.engine.zero.stage == 3 and config.engine.clip_norm == 0.25
+    assert config.engine.optimizer == AdamW(lr=0.125)
+    assert config.engine.precision.non_finite == "skip"
+    assert not config.engine.monitor.csv and config.engine.monitor.jsonl
+
+
+def test_toml_is_read_as_well(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('precision = "bf16"\n[data]\npaths = ["a"]\n[zero]\nstage = 1\n')
+    config = load_pretrain(path)
+    assert isinstance(config.engine.precision, Bf16) and config.engine.precision.non_finite == "raise"
+    assert config.engine.zero.stage == 1 and config.data.paths == ("a",)
+
+
+def test_a_deepspeed_file_gives_the_engines_part(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(
+        json.dumps(
+            {
+                "train_micro_batch_size_per_gpu": 4,
+                "gradient_accumulation_steps": 2,
+                "zero_optimization": {"stage": 2},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            }
+        )
+    )
+    config = load_pretrain(path, DATA)
+    assert config.engine.zero.stage == 2 and config.engine.batch.micro_size == 4
+    assert config.engine.batch.accumulation == 2
+    assert isinstance(config.engine.optimizer, AdamW) and config.engine.optimizer.lr == 1e-4
+
+
+def test_another_optimizer_or_schedule_does_not_inherit_foreign_settings():
+    engine = load_pretrain(overrides={**DATA, "optimizer": "lamb", "optimizer.lr": 0.01}).engine
+    assert isinstance(engine.optimizer, Lamb) and engine.optimizer.lr == 0.01
+    engine = load_pretrain(overrides={**DATA, "lr_schedule": "constant", "lr_schedule.warmup_steps": 5}).engine
+    assert engine.lr_schedule == Constant(warmup_steps=5)
+    engine = load_pretrain(overrides={**DATA, "lr_schedule": "linear", "run.steps": 50}).engine
+    assert engine.lr_schedule.kind == "linear" and engine.lr_schedule.total_steps == 50
+
+
+def test_fp16_keeps_its_own_way_with_overflows():
+    assert isinstance(load_pretrain(overrides={**DATA, "precision": "fp16"}).engine.precision, Fp16)
+
+
+def test_a_global_batch_alone_is_taken_as_it_is():
+    batch = load_pretrain(overrides={**DATA, "batch.global_size": 12}).engine.batch
+    assert batch.resolve(2).micro_size == 6
+
+
+def test_a_bpe_vocabulary_has_a_default_size():
+    assert load_pretrain(overrides={**DATA, "data.tokenizer": "bpe"}).data.vocab_size == 4096
+
+
+def test_the_whole_survives_the_way_to_another_process():
+    config = load_pretrain(overrides={**DATA, "zero.stage": 3, "run.out": "x", "zero.bucket_numel": 1000})
+    assert PretrainConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({}, "no data is given: pass --data"),
+        ({**DATA, "model.width": 100, "model.num_heads": 3}, "nearest widths that do: 96 and 102"),
+        ({**DATA, "model.preset": "huge"}, "nano, tiny, small"),
+        ({**DATA, "model.widht": 100}, r"model\.widht: unknown key; did you mean width"),
+        ({**DATA, "run.stepz": 1}, r"run\.stepz: unknown key"),
+        ({**DATA, "run.steps": 0}, r"run\.steps"),
+        ({**DATA, "run.steps": "many"}, r"run\.steps='many'"),
+        ({**DATA, "zero.stag": 1}, r"zero\.stag: unknown key"),
+        ({**DATA, "zero.stage": 4}, r"zero\.stage"),
+        ({**DATA, "run": 5}, r"run is a block: set one of its keys, such as run\.steps"),
+        ({**DATA, "lr_schedule.warmup_steps": 10_000}, "warmup_steps=10000 exceeds total_steps"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_key(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        load_pretrain(overrides=overrides)
+
+
+def test_a_block_that_is_no_block_is_named():
+    with pytest.raises(ConfigError, match="data: must be a block"):
+        load_pretrain({"data": ["texts"]})
