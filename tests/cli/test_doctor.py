@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-DOCTOR = [sys.executable, "-m", "trilithon.cli.doctor"]
+DOCTOR = [sys.executable, "-m", "trilithon.cli.main", "doctor"]
 
 
 def test_doctor_measures_two_ranks_within_its_time():
