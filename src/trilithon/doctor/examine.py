@@ -13,7 +13,6 @@ from trilithon.doctor import machine
 from trilithon.doctor.findings import Finding, judge
 from trilithon.launch.devices import count_accelerators
 
-
 LIMIT_S = 18.0  # what is left of it is what the two ranks may take; ending them takes up to 2 s more
 
 
