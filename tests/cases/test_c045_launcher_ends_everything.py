@@ -79,7 +79,7 @@ time.sleep(120)
 def start(folder: Path, script: str, nproc: int = 3) -> subprocess.Popen[str]:
     path = folder / "script.py"
     path.write_text(script)
-    command = [sys.executable, "-m", "trilithon.cli.launch", "--nproc", str(nproc), str(path), str(folder)]
+    command = [sys.executable, "-m", "trilithon.cli.main", "launch", "--nproc", str(nproc), str(path), str(folder)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
 
@@ -168,7 +168,7 @@ def test_what_a_rank_started_is_ended_with_it(tmp_path):
 
 
 def test_a_missing_script_is_refused_before_anything_starts(tmp_path):
-    command = [sys.executable, "-m", "trilithon.cli.launch", "--nproc", "3", str(tmp_path / "nowhere.py")]
+    command = [sys.executable, "-m", "trilithon.cli.main", "launch", "--nproc", "3", str(tmp_path / "nowhere.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode == 2
     assert "nowhere.py does not exist" in done.stderr

@@ -32,7 +32,7 @@ def test_arguments_path_and_main_are_what_they_are_without_a_launcher(tmp_path, 
     plain = ["-m", "dump"] if as_module else ["dump.py"]
     launched = ["--module", "dump"] if as_module else ["dump.py"]
     subprocess.run([sys.executable, *plain, *ARGUMENTS], cwd=tmp_path, check=True, timeout=20)
-    launch = [sys.executable, "-m", "trilithon.cli.launch", "--nproc", "2", *launched, *ARGUMENTS]
+    launch = [sys.executable, "-m", "trilithon.cli.main", "launch", "--nproc", "2", *launched, *ARGUMENTS]
     subprocess.run(launch, cwd=tmp_path, check=True, timeout=40)
     expected = dumped(tmp_path, "plain")
     assert expected[0][1:] == ARGUMENTS
@@ -44,6 +44,6 @@ def test_a_program_gets_its_arguments_too(tmp_path):
     program = tmp_path / "program"
     program.write_text(f"#!{sys.executable}\n" + DUMP)
     program.chmod(0o755)
-    launch = [sys.executable, "-m", "trilithon.cli.launch", "-n", "2", "--no-python", str(program), *ARGUMENTS]
+    launch = [sys.executable, "-m", "trilithon.cli.main", "launch", "-n", "2", "--no-python", str(program), *ARGUMENTS]
     subprocess.run(launch, check=True, timeout=40)
     assert dumped(tmp_path, 0)[0] == dumped(tmp_path, 1)[0] == [str(program), *ARGUMENTS]

@@ -16,7 +16,17 @@ def dry_run(tmp_path, *options: str, visible: str | None):
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     if visible is not None:
         environment["CUDA_VISIBLE_DEVICES"] = visible
-    command = [sys.executable, "-m", "trilithon.cli.launch", "--dry-run", "--json", *options, str(script), "arg one"]
+    command = [
+        sys.executable,
+        "-m",
+        "trilithon.cli.main",
+        "launch",
+        "--dry-run",
+        "--json",
+        *options,
+        str(script),
+        "arg one",
+    ]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=False)
 
 
@@ -83,7 +93,7 @@ def test_the_devices_reach_the_processes(tmp_path):
     )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "5,2,7"}
     environment.pop("OMP_NUM_THREADS", None)
-    command = [sys.executable, "-m", "trilithon.cli.launch", "--include", "localhost:2,5", str(script)]
+    command = [sys.executable, "-m", "trilithon.cli.main", "launch", "--include", "localhost:2,5", str(script)]
     subprocess.run(command, env=environment, check=True, timeout=40)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert [(tmp_path / f"seen-{rank}").read_text() for rank in (0, 1)] == [f"2,5 {threads}"] * 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-COMPARE = [sys.executable, "-m", "trilithon.cli.compare"]
+COMPARE = [sys.executable, "-m", "trilithon.cli.main", "compare"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "compare_script.py"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,9 @@ def run(
 
     try:
         outcome = compare.compare(a, b, script, steps=steps, nproc=nproc, timeout_s=timeout_s)
-    except TrilithonError as error:
+    except TrilithonError as error:  # not status 1, which says that the sides differ
+        if os.environ.get("TRILITHON_TRACEBACK", "") not in ("", "0"):
+            raise
         typer.echo(f"trilithon compare: {error}", err=True)
         raise typer.Exit(2) from None
     typer.echo(compare.as_json(outcome) if as_json else compare.as_text(outcome))

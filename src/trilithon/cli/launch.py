@@ -1,6 +1,7 @@
 """`trilithon launch [options] script.py arguments...`: run a script on several processes, devices or machines.
 
-Options of the launcher come before the script; everything after it reaches the script untouched.
+Options of the launcher come before the script; everything after it reaches the script untouched. What the launcher
+refuses ends with status 2, so that status 1 is the script's own.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ def run(
         )
         status = _carry_out(options, shlex.split(ssh_command), dry_run, as_json, stop_with_stdin)
     except TrilithonError as error:
+        if os.environ.get("TRILITHON_TRACEBACK", "") not in ("", "0"):
+            raise
         typer.echo(f"trilithon launch: {error}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:

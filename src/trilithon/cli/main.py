@@ -38,7 +38,7 @@ COMMANDS = {
     "train": Entry("trilithon.cli.train:run", "Train a language model on text files."),
     "launch": Entry("trilithon.cli.launch:run", "Start a script on several processes."),
     "doctor": Entry("trilithon.cli.doctor:run", "Report on this machine: devices, backends, packages."),
-    "compare": Entry("trilithon.cli.compare:run", "Compare runs by their records."),
+    "compare": Entry("trilithon.cli.compare:run", "Find the first tensor that differs between two configurations."),
     "generate": Entry("trilithon.cli.generate:run", "Generate text from a trained model."),
     "plan": Entry("trilithon.cli.plan:run", "Predict memory and time without running."),
     "checkpoint": Entry("trilithon.cli.checkpoint:run", "Inspect, convert and verify checkpoints."),

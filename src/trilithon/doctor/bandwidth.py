@@ -16,7 +16,6 @@ from trilithon.launch.local import run_module
 
 MEMORY_BYTES = 128 * 2**20
 DISK_BYTES = 64 * 2**20
-RANKS_TIMEOUT_S = 15.0
 
 
 def memory_copy() -> dict[str, Any]:
@@ -29,7 +28,7 @@ def memory_copy() -> dict[str, Any]:
     return {"bytes": MEMORY_BYTES, "bytes_per_s": MEMORY_BYTES / best}
 
 
-def two_ranks(timeout_s: float = RANKS_TIMEOUT_S) -> dict[str, Any]:
+def two_ranks(timeout_s: float) -> dict[str, Any]:
     """Two processes of this machine gather and reduce-scatter 16 MiB over gloo; bytes each rank sends a second."""
     with tempfile.TemporaryDirectory(prefix="trilithon-doctor-") as folder:
         answer = Path(folder) / "answer.json"

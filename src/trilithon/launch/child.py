@@ -39,7 +39,8 @@ def _guard(run: Callable[[str], None], target: str, record: str) -> None:
         run(target)
     except SystemExit as stop:
         if stop.code not in (None, 0):
-            _write(record, "" if isinstance(stop.code, int) else f"SystemExit: {stop.code}\n")
+            status = stop.code & 0xFF if isinstance(stop.code, int) else 1
+            _write(record, status, "" if isinstance(stop.code, int) else f"SystemExit: {stop.code}\n")
         raise
     except BaseException as error:
         trace = error.__traceback__
@@ -48,9 +49,10 @@ def _guard(run: Callable[[str], None], target: str, record: str) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith("<frozen runpy"):
             trace = trace.tb_next
         error.__traceback__ = trace
-        _write(record, "".join(traceback.format_exception(error)))
+        status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        _write(record, status, "".join(traceback.format_exception(error)))
         sys.excepthook(type(error), error, trace)
-        sys.exit(128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
+        sys.exit(status)
 
 
 def _run_script(path: str) -> None:
@@ -72,11 +74,11 @@ def _run_module(name: str) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def _write(record: str, trace: str) -> None:
+def _write(record: str, status: int, trace: str) -> None:
     """Atomically, once: a record that appears is whole. Failing to write must not hide the failure itself."""
     try:
         with open(record + ".part", "w", encoding="utf-8", errors="backslashreplace") as file:
-            json.dump({"time_ns": time.time_ns(), "traceback": trace}, file)
+            json.dump({"time_ns": time.time_ns(), "exit_status": status, "traceback": trace}, file)
         os.replace(record + ".part", record)
     except OSError:
         pass

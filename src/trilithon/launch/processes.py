@@ -74,15 +74,18 @@ class NodeProcesses:
         """The failure that came first among those seen so far; None while all is well.
 
         A rank that ended without a record was killed or ended at once, while the others' exceptions usually follow
-        from its absence: it counts as first.
+        from its absence: it counts as first. Among the others the time of the record decides, also where the rank that
+        failed first takes longer to end than one that followed.
         """
         self._look()
         failed = {rank: status for rank, status in self._exits.items() if status != 0}
-        failed.update({rank: 1 for rank in self._stuck() if rank not in self._exits})
-        if not failed:
+        if not failed and not self._stuck():
             return None
-        notes = {rank: self._note(rank) for rank in failed}
-        first = min(failed, key=lambda rank: (_time_ns(notes[rank]), rank))
+        notes = {rank: self._note(rank) for rank in self._processes}
+        for rank, note in notes.items():
+            if rank not in self._exits and note:
+                failed[rank] = _number(note, "exit_status") or 1
+        first = min(failed, key=lambda rank: (_number(notes[rank], "time_ns"), rank))
         status = failed[first]
         return Failure(
             local_rank=first,
@@ -139,16 +142,16 @@ class NodeProcesses:
                         self._exits[local_rank] += 128
                         self._killed.add(local_rank)
 
-    def _stuck(self) -> list[int]:
+    def _stuck(self) -> bool:
+        """Whether a rank wrote down its failure long ago and still has not ended."""
         now = time.time()
-        stuck = []
-        for local_rank, record in enumerate(self._records):
+        for local_rank in self._processes.keys() - self._exits.keys():
             try:
-                if now - record.stat().st_mtime > STUCK_AFTER_S:
-                    stuck.append(local_rank)
+                if now - self._records[local_rank].stat().st_mtime > STUCK_AFTER_S and self._note(local_rank):
+                    return True
             except OSError:
                 continue
-        return stuck
+        return False
 
     def _note(self, local_rank: int) -> dict[str, object]:
         try:
@@ -158,6 +161,6 @@ class NodeProcesses:
         return note if isinstance(note, dict) else {}
 
 
-def _time_ns(note: Mapping[str, object]) -> int:
-    value = note.get("time_ns", 0)
+def _number(note: Mapping[str, object], name: str) -> int:
+    value = note.get(name, 0)
     return value if isinstance(value, int) else 0

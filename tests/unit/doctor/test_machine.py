@@ -3,8 +3,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
-
 from trilithon.doctor import bandwidth, machine, torch_facts
 
 
@@ -71,6 +69,11 @@ def test_a_disk_that_refuses_is_told_not_raised(tmp_path, monkeypatch):
     assert "No space left on device" in bandwidth.disk(tmp_path)["trouble"]
 
 
-@pytest.mark.parametrize("timeout_s", [0.2])
-def test_ranks_that_do_not_meet_in_time_are_told_not_raised(timeout_s):
-    assert "not done within" in bandwidth.two_ranks(timeout_s)["trouble"]
+def test_two_ranks_measure_both_collectives():
+    measured = bandwidth.two_ranks(timeout_s=60)
+    assert measured["bytes"] == 8 * 2**20  # half of 16 MiB goes to the one other rank
+    assert measured["all_gather_bytes_per_s"] > 0 and measured["reduce_scatter_bytes_per_s"] > 0
+
+
+def test_ranks_that_do_not_meet_in_time_are_told_not_raised():
+    assert "not done within" in bandwidth.two_ranks(timeout_s=0.2)["trouble"]

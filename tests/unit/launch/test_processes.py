@@ -80,6 +80,15 @@ def test_a_rank_that_failed_but_does_not_end_counts_as_failed(tmp_path):
     assert all(gone(pid) for pid in pids)
 
 
+def test_a_rank_that_failed_first_but_ends_slowly_is_still_the_first(tmp_path):
+    processes = start(tmp_path, "raise SystemExit(1)", "import time; time.sleep(60)")
+    (tmp_path / "1.json").write_text(json.dumps({"time_ns": 5, "exit_status": 3, "traceback": "the cause"}))
+    (tmp_path / "0.json").write_text(json.dumps({"time_ns": 6, "exit_status": 1, "traceback": "a consequence"}))
+    failure = wait_for_failure(processes)
+    assert (failure.local_rank, failure.exit_status, failure.traceback) == (1, 3, "the cause")
+    processes.end(signal.SIGTERM, 1)
+
+
 def test_a_damaged_record_does_not_hide_the_failure(tmp_path):
     processes = start(tmp_path, "raise SystemExit(4)")
     (tmp_path / "0.json").write_text("{")
