@@ -144,7 +144,7 @@ def _placeholder(param: Tensor, shape: torch.Size) -> Tensor:
     key = (param.dtype, param.device)
     if key not in _NAN:
         value = float("nan") if param.dtype.is_floating_point or param.dtype.is_complex else 0
-        _NAN[key] = torch.full((1,), value, dtype=param.dtype, device=param.device)
+        _NAN[key] = torch.full((), value, dtype=param.dtype, device=param.device)
     return _NAN[key].expand(shape)
 
 
