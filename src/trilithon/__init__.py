@@ -28,7 +28,22 @@ _HOME = {
     "LaunchError": "trilithon.errors",
 }
 
-__all__ = ["__version__", *_HOME]
+__all__ = [
+    "CheckpointError",
+    "CollectiveError",
+    "Config",
+    "ConfigError",
+    "DataError",
+    "Engine",
+    "LaunchError",
+    "NonFiniteError",
+    "ProtocolError",
+    "ShardedParameterError",
+    "TrilithonError",
+    "__version__",
+    "initialize",
+    "zero",
+]
 
 if TYPE_CHECKING:
     from trilithon import zero as zero

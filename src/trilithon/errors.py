@@ -1,7 +1,7 @@
 """The exceptions of trilithon, drawn first so that a reader knows what can be caught.
 
     TrilithonError
-    |- ConfigError         a setting is wrong, or two settings do not go together   (for people: names key, value, way out)
+    |- ConfigError         a setting is wrong, or two settings do not go together
     |- DataError           data is missing, empty or not what it should be
     |- CheckpointError     a checkpoint is damaged, incomplete or does not fit
     |- ProtocolError       a call came out of order

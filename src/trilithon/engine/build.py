@@ -28,7 +28,8 @@ from trilithon.engine.allocator import keep_freed_memory
 from trilithon.engine.engine import Engine, Parts
 from trilithon.errors import ConfigError
 from trilithon.optim.build import make_update
-from trilithon.optim.groups import AnyOptimizer, Group as ParameterGroup, OptimizerSettings, groups_of
+from trilithon.optim.groups import AnyOptimizer, OptimizerSettings, groups_of
+from trilithon.optim.groups import Group as ParameterGroup
 from trilithon.optim.learning_rate import AnySchedule, LearningRate
 from trilithon.optim.loss_scale import DynamicScale, NoScale, StaticScale
 from trilithon.zero.grouping import FROZEN
@@ -98,7 +99,9 @@ def initialize(
 def _check(settings: Config, optimizer: AnyOptimizer | None, schedule: object) -> None:
     if optimizer is None:
         if schedule is not None:
-            raise ConfigError("a learning-rate schedule was given, but no optimizer: pass one, or set config.optimizer.")
+            raise ConfigError(
+                "a learning-rate schedule was given, but no optimizer: pass one, or set config.optimizer."
+            )
         return
     kind = optimizer.kind if isinstance(optimizer, OptimizerSettings) else "foreign"
     capabilities.require_compatible([capabilities.zero_stage(settings.zero.stage), capabilities.update_rule(kind)])
@@ -160,7 +163,7 @@ def _low(settings: Config) -> torch.dtype | None:
     return None
 
 
-def _sharding(
+def _sharding(  # noqa: PLR0917 (called once, with everything that build has made)
     model: nn.Module, groups: list[ParameterGroup], settings: Config, comm: Communicators, accumulation: int,
     device: torch.device,
 ) -> ZeroSharding:  # fmt: skip

@@ -1,5 +1,7 @@
 """ZeRO: each rank holds 1/N of the optimizer state (stage 1), of the gradients (2) and of the parameters (3).
 
+Two contexts are for users, the rest is for the engine.
+
     with trilithon.zero.init():                 # optional: build a model larger than one rank's memory
         model = GPT(config)
     with trilithon.zero.gathered(model.head.weight, modify=0):

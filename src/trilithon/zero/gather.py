@@ -52,7 +52,8 @@ def _listed(params: nn.Parameter | nn.Module | Iterable[Tensor]) -> list[Tensor]
     for entry in chosen:
         if not isinstance(entry, Tensor):
             raise ProtocolError(
-                f"gathered() got a {type(entry).__name__}; it takes a parameter, a module, or an iterable of parameters."
+                f"gathered() got a {type(entry).__name__}; it takes a parameter, a module, or an iterable of "
+                "parameters."
             )
     return chosen
 

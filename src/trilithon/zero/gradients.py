@@ -1,9 +1,9 @@
-"""The gradient of one unit: collected as autograd produces it, reduced, and handed to the update as what this rank owns.
+"""The gradient of one unit: collected as autograd produces it, reduced, and handed over as the part this rank owns.
 
-Reduction is linear and safe: whatever has arrived when a unit is reduced is reduced, what is missing counts as zero, and
-what comes later is reduced as well and added. So modules used twice, re-entrant recomputation and several backwards
-before one step give what plain autograd gives. (The third answer of a ZeRO stage, are gradients whole until the
-boundary, is `keep_full`; Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2.)
+Reduction is linear and safe: whatever has arrived when a unit is reduced is reduced, what is missing counts as zero,
+and what comes later is reduced as well and added. So modules used twice, re-entrant recomputation and several
+backwards before one step give what plain autograd gives. (The third answer of a ZeRO stage, are gradients whole until
+the boundary, is `keep_full`; Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2.)
 """
 
 from __future__ import annotations

@@ -116,12 +116,12 @@ class _Tree:
 
     def _visit(self, name: str, *, in_list: bool) -> None:
         module, numel = self.modules[name], self._numel[name]
-        if numel == 0 or is_compiled(module) and name == "":
+        if numel == 0 or (is_compiled(module) and name == ""):
             return
         callable_ = has_forward(module) and not is_traced_from_outside(module)
         if name and callable_:
             named = type(module).__name__ in self._classes
-            if named or numel >= self._least and (numel <= self._most or in_list or is_compiled(module)):
+            if named or (numel >= self._least and (numel <= self._most or in_list or is_compiled(module))):
                 self._chosen.add(name)
                 return
         if is_traced_from_outside(module) and name:
@@ -132,7 +132,7 @@ class _Tree:
             if prefix + child in self.modules:
                 self._visit(prefix + child, in_list=isinstance(module, nn.ModuleList | nn.ModuleDict))
         direct = numel - sum(self._numel[n] for n in self._chosen if n.startswith(prefix) and n)
-        if name and callable_ and (direct >= self._least or len(self._chosen) > before and direct > 0):
+        if name and callable_ and (direct >= self._least or (len(self._chosen) > before and direct > 0)):
             self._chosen.add(name)
 
 

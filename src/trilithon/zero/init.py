@@ -187,8 +187,8 @@ class Builder:
     @contextmanager
     def hold(self, params: Sequence[nn.Parameter], modify: int | None) -> Iterator[Mapping[str, Tensor]]:
         sharded = [param for param in params if isinstance(param, ShardedParameter)]
-        for param in sharded:
-            self._open_again(param)
+        for cut in sharded:
+            self._open_again(cut)
         values = {str(index): param for index, param in enumerate(params)}
         before = fingerprints(values) if modify is None else {}
         yield values
@@ -198,9 +198,9 @@ class Builder:
         else:
             for param in params:
                 self._comm.broadcast(param.data, modify, Tag("gathered(modify=)")).wait()
-        for param in sharded:
-            if id(param) in self._open:
-                self._close(id(param))
+        for cut in sharded:
+            if id(cut) in self._open:
+                self._close(id(cut))
         if modify is None and changed.item() > 0:
             raise ProtocolError(
                 "values were changed inside gathered(), which was opened for reading. Write "

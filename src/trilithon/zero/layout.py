@@ -3,7 +3,7 @@
 Every parameter starts on a multiple of `ALIGNMENT` elements, parameters of one optimizer group stand together, and the
 whole is padded so that it cuts into `world_size` equal, aligned shards. A shard may begin in the middle of a parameter.
 Gaps and padding hold zeros, are never counted in norms and never saved.
-The flat layout is that of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5); names are kept per element range.
+The flat layout is that of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5); names are kept per range.
 """
 
 from __future__ import annotations

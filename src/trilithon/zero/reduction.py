@@ -35,7 +35,7 @@ class _Landing:
     def run(self) -> None:
         try:
             self._gradients.land()
-        except BaseException as error:  # noqa: BLE001 (raised again where it is waited for)
+        except BaseException as error:  # raised again where it is waited for
             self._error = error
         self._landed.set()
 

@@ -2,11 +2,12 @@
 
 Hooks on the modules that own units open and close a *frame*; a frame holds its units whole while it runs. The outputs
 of a forward carry a hook that gathers the same units again before the backward of that module starts. Autograd runs
-nodes latest first, so when the backward of an earlier module starts, those of later ones that it is not inside are over.
-A parameter read outside its own module while a frame is open joins that frame; read outside any frame it raises.
+nodes latest first, so when the backward of an earlier module starts, those of later ones that it is not inside are
+over. A parameter read outside its own module while a frame is open joins that frame; read outside any it raises.
 
 The order of gathers is recorded and drives read-ahead; when it changes it is recorded anew, never an error.
-(Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3; recorded order: Rajbhandari et al. 2021, arXiv:2104.07857, 6.2.)
+(Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3; recorded order: Rajbhandari et al. 2021, arXiv:2104.07857,
+section 6.2.)
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class GatherOnUse:
     def _close_finished(self, starting: str) -> None:
         open_, self._backward = self._backward, []
         for frame in open_:
-            if frame.module == "" or starting == frame.module or starting.startswith(frame.module + "."):
+            if frame.module in ("", starting) or starting.startswith(frame.module + "."):
                 self._backward.append(frame)
         needed = {unit for frame in self._backward for unit in frame.units}
         for frame in open_:

@@ -5,7 +5,7 @@ While sharded, `param.data` is one NaN expanded to the true shape, and the objec
 or raises. While whole, the class is the original one and `data` a view of the owner's flat buffer.
 
 The autograd version counter moves by one when a parameter is sharded and back when it is whole again: an operator that
-saved the weight (or a view of it) and runs its backward in between gets autograd's version error instead of freed memory.
+saved the weight (or a view of it) and runs its backward in between gets autograd's version error, not freed memory.
 Identity and stage 3 are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3).
 """
 
@@ -29,9 +29,7 @@ class Owner(Protocol):
         """Give `params` their values, or raise ShardedParameterError saying how to ask for them."""
         ...
 
-    def hold(
-        self, params: Sequence[nn.Parameter], modify: int | None
-    ) -> AbstractContextManager[Mapping[str, Tensor]]:
+    def hold(self, params: Sequence[nn.Parameter], modify: int | None) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Whole inside the context; with `modify`, that rank's values are everybody's afterwards."""
         ...
 
@@ -103,7 +101,7 @@ class ShardedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise _refusal("pickled")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(sharded over ranks, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
@@ -127,14 +125,15 @@ def forget_owner(param: nn.Parameter) -> None:
 
 
 def owner_of(param: nn.Parameter) -> Owner:
-    owner = _OWNERS.get(param)
+    owner: Owner | None = _OWNERS.get(param)
     assert owner is not None, "a sharded parameter without an owner"
     return owner
 
 
 def find_owner(param: Tensor) -> Owner | None:
     """The owner of `param`, or None for an ordinary tensor."""
-    return _OWNERS.get(param)
+    owner: Owner | None = _OWNERS.get(param)
+    return owner
 
 
 _NAN: dict[tuple[torch.dtype, torch.device], Tensor] = {}

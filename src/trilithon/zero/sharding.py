@@ -30,8 +30,8 @@ from trilithon.zero import grouping
 from trilithon.zero.gather import changed_since, fingerprints
 from trilithon.zero.gradients import UnitGradients
 from trilithon.zero.grouping import FROZEN, Entry, UnitPlan
-from trilithon.zero.layout import FlatLayout
 from trilithon.zero.init import built_values
+from trilithon.zero.layout import FlatLayout
 from trilithon.zero.materialize import initial_values, refuse_unready
 from trilithon.zero.reduction import ReductionQueue
 from trilithon.zero.residency import GatherOnUse, in_backward
@@ -75,7 +75,7 @@ class ZeroSharding:
     memory needed beyond the final state is one unit in fp32.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 (made once, by engine.build)
         self, model: nn.Module, group_of: Callable[[nn.Parameter], int], settings: ZeroConfig, comm: Communicators,
         precisions: Precisions, device: torch.device,
     ) -> None:  # fmt: skip
@@ -410,9 +410,7 @@ class ZeroSharding:
             if entry.name in wanted:
                 yield entry.name, entry.param.detach()
 
-    def full_of(
-        self, own_of: Callable[[Unit], Tensor | None], names: Sequence[str]
-    ) -> Iterator[tuple[str, Tensor]]:
+    def full_of(self, own_of: Callable[[Unit], Tensor | None], names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Collective. own_of(unit): this rank's [own] part of something laid out as the unit, None to leave it out."""
         wanted = set(names)
         for unit in self.units:
@@ -421,7 +419,7 @@ class ZeroSharding:
             if own is None:
                 continue
             whole = own
-            if own.numel() != unit.layout.padded or self.world_size > 1 and unit.own != (0, unit.layout.padded):
+            if own.numel() != unit.layout.padded or (self.world_size > 1 and unit.own != (0, unit.layout.padded)):
                 whole = own.new_empty(unit.layout.padded)
                 self._comm.gather.all_gather(whole, own, unit.tag(self._step)).wait()
             for field in fields:
@@ -435,9 +433,7 @@ class ZeroSharding:
         assert self._residency is not None
         self._residency.make_whole(params, use)
 
-    def gathered(
-        self, names: Sequence[str], modify: int | None
-    ) -> AbstractContextManager[Mapping[str, Tensor]]:
+    def gathered(self, names: Sequence[str], modify: int | None) -> AbstractContextManager[Mapping[str, Tensor]]:
         wanted = set(names)
         return self.hold([entry.param for entry in self.entries if entry.name in wanted], modify)
 
@@ -510,9 +506,7 @@ class ZeroSharding:
             forget_owner(entry.param)
 
 
-def _entries(
-    model: nn.Module, group_of: Callable[[nn.Parameter], int], precisions: Precisions
-) -> Iterator[Entry]:
+def _entries(model: nn.Module, group_of: Callable[[nn.Parameter], int], precisions: Precisions) -> Iterator[Entry]:
     homes: dict[int, list[str]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for param in module.parameters(recurse=False):

@@ -14,6 +14,7 @@ from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from trilithon.contracts import Collectives, Handle, Tag
 from trilithon.errors import ProtocolError
@@ -105,13 +106,13 @@ class Unit:
         """SHARDED -> GATHERING; returns at once."""
         self._move(Residency.GATHERING)
         self.flat.untyped_storage().resize_(self._bytes)
-        with torch.autograd._unsafe_preserve_version_counter(self.flat):
+        with _unsafe_preserve_version_counter(self.flat):
             self._handle = self.comm.all_gather(self.flat, self.shard, tag)
 
     def finish_gather(self) -> None:
         """GATHERING -> WHOLE."""
         assert self._handle is not None
-        with torch.autograd._unsafe_preserve_version_counter(self.flat):
+        with _unsafe_preserve_version_counter(self.flat):
             self._handle.wait()
         self._handle = None
         bring_back(self.params, self._views)
