@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trilithon.comm.collectives import Group
 from trilithon.comm.ledger import Ledger
-from trilithon.comm.mesh import init_distributed, make_mesh, own_process_group
+from trilithon.comm.mesh import init_distributed, make_mesh, own_process_group, rendezvous_store
 from trilithon.comm.watchdog import Watchdog
 from trilithon.config import Bf16, Config, Fp16, Fp32
 from trilithon.contracts import Precision, Update
@@ -127,7 +127,7 @@ _PROCESS = _Process()
 def _watchdog(settings: Config) -> Watchdog | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    store = dist.distributed_c10d._get_default_store()
+    store = rendezvous_store()
     if _PROCESS.watchdog is None or _PROCESS.store is not store:
         _PROCESS.watchdog = Watchdog(settings.comm.wait_limit_s, store, dist.get_rank(), dist.get_world_size())
         _PROCESS.store = store
