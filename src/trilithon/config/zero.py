@@ -36,8 +36,8 @@ class ZeroConfig(Section):
     micro-batch, else that of the parameters."""
     reshard_after_forward: Flag = True
     """Stage 3: drop gathered parameters after forward and gather them again in backward. false keeps them."""
-    prefetch_numel: Count = 50_000_000
-    """Stage 3: elements gathered ahead of their use; 0 turns reading ahead off."""
+    prefetch_numel: Count | None = None
+    """Stage 3: elements gathered ahead of their use; 0 turns reading ahead off. null: as many as the largest unit."""
     max_live_numel: Count = 1_000_000_000
     """Stage 3: elements of gathered parameters beyond which nothing more is gathered ahead."""
     persist_below_numel: Count = 0

@@ -161,12 +161,19 @@ class ZeroSharding:
         return GatherOnUse(
             owners,
             self._comm.gather,
-            prefetch_numel=settings.prefetch_numel if settings.overlap else 0,
+            prefetch_numel=self._prefetch_numel(settings),
             max_live_numel=settings.max_live_numel,
             keep=lambda name: (
                 not settings.reshard_after_forward or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
             ),
         )
+
+    def _prefetch_numel(self, settings: ZeroConfig) -> int:
+        if not settings.overlap:
+            return 0
+        if settings.prefetch_numel is not None:
+            return settings.prefetch_numel
+        return max((unit.layout.padded for unit in self.units if not unit.whole_values), default=0)
 
     def _replicate_frozen(self) -> None:
         """Parameters outside every unit: cast, moved, and the same on all ranks."""

@@ -18,6 +18,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from trilithon.contracts import Collectives, Handle, Tag
 from trilithon.errors import ProtocolError
+from trilithon.tiers import settle
 from trilithon.zero.layout import FlatLayout
 from trilithon.zero.sharded_parameter import bring_back, put_away
 
@@ -75,20 +76,23 @@ class Unit:
     def adopt(self, values: Tensor) -> None:
         """Take over whole initial values, [padded] in the master type, gaps zero; they may be freed afterwards."""
         low, high = self.own
-        self.flat = values if values.dtype == self.dtype else values.to(self.dtype)
+        if self.whole_values:
+            self.flat = settle(values, self.dtype)
+        else:
+            self.flat = values if values.dtype == self.dtype else values.to(self.dtype)
         self._views = [self.flat[f.start : f.stop].view(f.shape) for f in self.layout.fields]
         self._bytes = self.flat.untyped_storage().nbytes()
         mine = self.flat[low:high]
         if self.whole_values:
             self.shard = mine
         else:
-            self.shard = mine.clone()
+            self.shard = settle(mine)
         if not self.trainable:
             self.master = self.flat[:0].clone()
         elif self.dtype == self.master_dtype:
             self.master = self.shard
         else:
-            self.master = values[low:high].clone()
+            self.master = settle(values[low:high])
         bring_back(self.params, self._views, rewind=False)
         if not self.whole_values:
             self._put_away()
