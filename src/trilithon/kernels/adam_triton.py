@@ -15,7 +15,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _adam(  # noqa: PLR0917 - kernels take their arguments by position
+def _adam(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - kernels take their arguments by position
     p_ptr,
     g_ptr,
     m_ptr,
