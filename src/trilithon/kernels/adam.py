@@ -17,6 +17,7 @@ multiply-add, so that all of them agree bit for bit and none depends on how a te
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
@@ -102,6 +103,11 @@ def adam_step(
         grad_scale=grad_scale,
     )
     operands = (p, g, exp_avg, exp_avg_sq, low)
+    if os.environ.get("TRILITHON_KERNELS") == "triton" and p.dtype is torch.float32:
+        from trilithon.kernels.adam_triton import adam_step_triton
+
+        adam_step_triton(p, g, exp_avg, exp_avg_sq, low, scalars=scalars)
+        return
     loop = compiled(adam_loop, operands, scalars)
     if loop is None:
         adam_step_torch(p, g, exp_avg, exp_avg_sq, low, scalars=scalars)
