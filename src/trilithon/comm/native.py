@@ -21,7 +21,7 @@ _OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX, Reduce
 
 def all_gather(group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> dist.Work | None:
     """full [W n] from every rank's shard [n]."""
-    work: dist.Work | None = dist.all_gather_single(full, shard, group=group, async_op=True)
+    work: dist.Work | None = dist.all_gather_single(full.view(-1), shard.view(-1), group=group, async_op=True)
     return work
 
 

@@ -37,7 +37,7 @@ _IDLE_TICK_S, _WAITING_TICK_S = 1.0, 0.25
 _SUSPECT_S = 1.0  # a wait longer than this makes the thread look at the other ranks' calls
 _GRACE_S = 2.5  # for the answers of the other ranks
 _PRINT_S = 4.0  # for the table to appear
-_AFTER_S = 0.7  # so that the rank that raised ends first: launchers blame the first process to fail
+_AFTER_S = 0.5  # between the end of the rank that raised and the others'
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,8 @@ class Watchdog:
         self._lost = ""  # what the transport said when it lost a peer
         self._end_process = end_process
         self._thread: threading.Thread | None = None
-        self._wake, self._closed, self._printed = threading.Event(), False, threading.Event()
+        self._closed = False
+        self._wake, self._printed, self._peer_ended = threading.Event(), threading.Event(), threading.Event()
         self._alarm: Alarm | None = None
         self._own: Alarm | None = None  # the main thread's connection
         if world_size > 1 and store is not None:
@@ -124,6 +125,7 @@ class Watchdog:
         if self._own is None or self._closed:
             return
         self._lost = f"to rank {peer}: {said}"
+        self._peer_ended.set()
         waiting = Wait(call.kind, group, call.tag, call.sequence, time.monotonic())
         self._waits[threading.get_ident()] = waiting
         try:
@@ -265,6 +267,9 @@ class Watchdog:
             return
         self._printed.set()
         if any(state.status is Status.RAISED for state in states) and self._failure is None:
+            # Launchers blame the process that ends first: let it be the one that raised. A broken connection shows it.
+            if self._oldest() is not None:
+                self._peer_ended.wait(_PRINT_S)
             time.sleep(_AFTER_S)
         self._finish()
 
