@@ -9,7 +9,6 @@ https://github.com/deepspeedai/DeepSpeed/issues/7985
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import Tensor
 
 from trilithon import initialize

@@ -19,9 +19,7 @@ STEPS = 8
 def test_eight_steps_follow_plain_pytorch(world_size: int):
     for accumulation in (1, 4):
         batches = vector_batches(STEPS, rows=2 * world_size, accumulation=accumulation)
-        plain = train_plain(
-            SharedLayerNet, batches, lr=1e-2, world_size=world_size, missing="skip", weight_decay=0.01
-        )
+        plain = train_plain(SharedLayerNet, batches, lr=1e-2, world_size=world_size, missing="skip", weight_decay=0.01)
         for stage in (0, 1, 2, 3):
             zero = {"stage": stage, "bucket_numel": 300}
             config = {"zero": zero, "optimizer": {"kind": "adamw", "lr": 1e-2, "weight_decay": 0.01}}

@@ -33,7 +33,9 @@ def test_all_nine_pairs_train(stage: int, world_size: int):
                 "precision": kind,
                 "optimizer": {"kind": "sgd", "lr": 0.1},
             }
-            run = train_on_engine(MLP, batches, config, note=lambda engine: engine._sharding.exchange(engine.loss, "loss"))
+            run = train_on_engine(
+                MLP, batches, config, note=lambda engine: engine._sharding.exchange(engine.loss, "loss")
+            )
             plain = train_plain(
                 MLP, batches, optimizer="sgd", lr=0.1, precision=parameters, world_size=world_size,
                 loss_scale=(256.0 if parameters == "fp16" else 1.0) / accumulation,
@@ -45,5 +47,5 @@ def test_all_nine_pairs_train(stage: int, world_size: int):
                 apart = (run.parameters[name] - expected).norm()
                 # and each of 5 steps rounds the weights to fp32
                 assert apart <= limit * way + 10 * ROUNDING["fp32"] * expected.norm(), (
-                    f"{parameters} parameters, {wire} on the wire, {accumulation} micro-batches: {name} {apart / way:.1e}"
+                    f"{parameters} parameters, {wire} on the wire, {accumulation} micro-batches: {name}"
                 )

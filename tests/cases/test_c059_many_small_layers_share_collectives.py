@@ -55,8 +55,8 @@ def test_collectives_per_step_do_not_grow_with_layers(world_size: int):
         with engine.ledger.measure() as sent:
             engine.backward(engine(torch.ones(2, WIDTH)))
             engine.step()
-    # everything fits into one unit: gathered once (nothing else is gathered between forward and backward), reduced once,
-    # and one agreement on norm, flags and loss
+    # everything fits into one unit: gathered once (it stays until backward), reduced once, and one agreement on norm,
+    # flags and loss
     assert sent.calls <= 3, engine.ledger.rows()
     header, *lines = engine.plan().splitlines()
     assert header.split() == ["unit", "elements", "type", "values", "parameters"]

@@ -69,9 +69,7 @@ def reference(setting: Setting, precision: Any, world_size: int) -> PlainRun:
 def run_matrix(precision: str, world_size: int) -> list[tuple[int, Setting, EngineRun]]:
     """Every stage with every setting, on this rank. One call, since starting ranks costs more than training this."""
     return [
-        (stage, setting, run_one(stage, setting, precision, world_size))
-        for setting in SETTINGS
-        for stage in STAGES
+        (stage, setting, run_one(stage, setting, precision, world_size)) for setting in SETTINGS for stage in STAGES
     ]
 
 

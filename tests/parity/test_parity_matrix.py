@@ -1,6 +1,6 @@
 """Every stage x precision x accumulation x clipping x optimizer x number of ranks trains like plain PyTorch alone.
 
-A cell (precision, ranks) runs its 48 combinations in one set of processes; a failure names each combination that is off.
+A cell (precision, ranks) runs its 48 combinations in one set of processes; a failure names each one that is off.
 """
 
 from __future__ import annotations

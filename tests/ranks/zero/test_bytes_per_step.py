@@ -76,7 +76,7 @@ def test_stage_3_gathers_twice_and_reduces_once_per_micro_batch(world_size: int)
 
 @ranks(2, 3)
 def test_frozen_units_are_gathered_but_neither_reduced_nor_published(world_size: int):
-    """And a layer that no forward calls is never gathered; its zeros travel, since another rank might have called it."""
+    """A layer that no forward calls is never gathered; its zeros travel, since another rank might have called it."""
     zero = {"stage": 3, "bucket_numel": 256, "unit_classes": ("Block",)}
     engine, sent = bytes_of_second_step(world_size, {"zero": zero}, kind="frozen")
     sizes = padded(engine)
@@ -139,7 +139,9 @@ def test_no_sync_reduces_once_for_all_backwards_before_it(world_size: int):
         zero = {"stage": stage, "unit_classes": ("Block",)}
         engine, sent = bytes_of_second_step(world_size, {"zero": zero}, accumulation=3, local=local)
         reductions = 1 if stage < 2 else 3 - local
-        found += wrong(f"stage {stage}, {local} local", sent, reduce=reductions * ring(trainable(engine), 4, world_size))
+        found += wrong(
+            f"stage {stage}, {local} local", sent, reduce=reductions * ring(trainable(engine), 4, world_size)
+        )
         engine.close()
     assert not found, "\n".join(found)
 
