@@ -30,6 +30,7 @@ from trilithon.errors import NonFiniteError, ProtocolError
 from trilithon.optim.clip import agreed_norm, clip_factor
 from trilithon.optim.groups import Group
 from trilithon.optim.learning_rate import LearningRate
+from trilithon.zero.plan_report import plan_report
 from trilithon.zero.sharding import ZeroSharding
 from trilithon.zero.unit import Unit
 
@@ -374,6 +375,10 @@ class Engine:
             for tensor in (update.state(part).values() if update is not None else ())
         )
         return {**found, "optimizer": state}
+
+    def plan(self) -> str:
+        """A table of the units: which parameters are communicated together, and whether they are gathered for use."""
+        return plan_report(self._sharding.units)
 
     # --------------------------------------------------------------------------------------------------- the end
     def train(self, mode: bool = True) -> Engine:
