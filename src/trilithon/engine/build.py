@@ -167,13 +167,13 @@ def _sharding(  # noqa: PLR0917 (called once, with everything that build has mad
     model: nn.Module, groups: list[ParameterGroup], settings: Config, comm: Communicators, accumulation: int,
     device: torch.device,
 ) -> ZeroSharding:  # fmt: skip
+    materialize_meta(model, device)
     names = {name: index for index, group in enumerate(groups) for name in group.names}
     group_of = {id(param): names.get(name, FROZEN) for name, param in model.named_parameters()}
     low = _low(settings)
     wanted = settings.zero.accumulate_dtype
     accumulate = _DTYPES[wanted] if wanted else (torch.float32 if accumulation > 1 and low else None)
     wire = _DTYPES[settings.zero.comm_dtype] if settings.zero.comm_dtype else None
-    materialize_meta(model, device)
     model.to(device) if device.type != "cpu" else None
     precisions = Precisions(low, wire, accumulate)
     return ZeroSharding(model, lambda param: group_of[id(param)], settings.zero, comm, precisions, device)

@@ -143,7 +143,8 @@ class Engine:
         loss: a scalar. Without `weight` the update follows the mean of all losses over ranks and micro-batches. With
         `weight` (tokens, say) `loss` is a sum, and the update follows sum of losses / sum of weights over all of them;
         a rank without data passes weight=0. More backwards than the accumulation before one step add up.
-        Raises ProtocolError out of order, NonFiniteError never (`step` decides).
+        Raises ProtocolError out of order, NonFiniteError never (`step` decides). After an exception in backward the
+        accumulation starts again from nothing.
         """
         self._require_open()
         self._check_loss(loss, weight)
@@ -158,8 +159,8 @@ class Engine:
         try:
             scaled = loss if loss.dtype == torch.float64 else loss.float()
             (scaled * factor if factor != 1.0 else scaled).backward(retain_graph=retain_graph)
-        except BaseException:
-            self._sharding.abandon_backward()
+        except BaseException as error:
+            self._abandon(error)
             raise
         self._sharding.finish_backward()
         window.backwards += 1
@@ -167,6 +168,18 @@ class Engine:
         window.loss += float(loss.detach())
         if weight is not None:
             window.weight = (window.weight or 0.0) + float(weight)
+
+    def _abandon(self, error: BaseException) -> None:
+        self._sharding.abandon_backward()
+        lost, self._window, self._window_open = self._window.backwards, _Window(), False
+        if lost:
+            error.add_note(f"trilithon: gradients of {lost} earlier micro-batches of this step are dropped as well.")
+        if self._sharding.stage == 3 and "modified by an inplace operation" in str(error):
+            error.add_note(
+                "trilithon: if nothing was modified in place, backward reached a module from a tensor that its forward "
+                "did not return, after its parameters had been dropped. Return that tensor, keep it in an attribute of "
+                "the module, or list the module in zero.keep_gathered."
+            )
 
     def _check_loss(self, loss: Tensor, weight: object) -> None:
         if self._update is None:
@@ -306,6 +319,10 @@ class Engine:
         self._sharding.begin_uneven()
         try:
             yield
+        except BaseException:
+            self._sharding.abandon_uneven()
+            raise
+        else:
             self._sharding.end_uneven()
         finally:
             self._uneven = False

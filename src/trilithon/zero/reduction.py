@@ -110,6 +110,14 @@ class ReductionQueue:
         for gradients in self._gradients:
             gradients.end_backward()
 
+    def abandon(self) -> None:
+        """Wait for what an interrupted backward launched; nobody wants its results."""
+        if self._landing is not None:
+            self._landing.wait()
+            self._landing = None
+        while self._flying:
+            self._flying.popleft().land()
+
     def flush_late(self, indices: Sequence[int]) -> None:
         """Reduce these units once more, in order; every rank must name the same ones."""
         for index in sorted(indices):

@@ -13,13 +13,15 @@ section 6.2.)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trilithon.contracts import Collectives, Tag
 from trilithon.errors import CollectiveError, ShardedParameterError
@@ -64,15 +66,18 @@ class GatherOnUse:
         self._training = False  # what the outermost running forward is part of
         self._newest: Unit | None = None  # gathered latest in this step's forward ...
         self._last_forward: Unit | None = None  # ... and last of all in the step before: backward needs it first
-        self._uneven = False
+        self.uneven = False
         self._at = (-1, -1)
         self._handles: list[RemovableHandle] = []
+        self._inside = _modules_by_owner(owners)
+        self._side_outputs: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors left in attributes, once hooked
         for name, (module, units) in owners.items():
             self._install(name, module, units)
 
     def _install(self, name: str, module: nn.Module, units: list[Unit]) -> None:
+        modules = self._inside[name]
         enter = _not_compiled(lambda *_: self.enter(name, units))
-        leave = _not_compiled(lambda _module, _inputs, output: self.leave(output))
+        leave = _not_compiled(lambda _module, _inputs, output: self.leave(output, modules))
         self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
         self._handles.append(module.register_forward_hook(leave, always_call=True))
 
@@ -87,12 +92,16 @@ class GatherOnUse:
         for unit in units:
             self._join(frame, unit)
 
-    def leave(self, output: Any) -> None:
+    def leave(self, output: Any, modules: Sequence[nn.Module]) -> None:
         frame = self._frames.pop()
         if torch.is_grad_enabled():
-            hook = _once(lambda: self._enter_backward(frame))
+            hook = _once_each_time(lambda: self._enter_backward(frame))
             for tensor in _tensors(output):
                 if tensor.requires_grad:
+                    tensor.register_hook(hook)
+            for tensor in _left_behind(modules):  # backward may start at an auxiliary loss kept there
+                if tensor not in self._side_outputs:
+                    self._side_outputs[tensor] = True
                     tensor.register_hook(hook)
         for unit in frame.units:
             unit.users -= 1
@@ -157,14 +166,14 @@ class GatherOnUse:
         """The unit's parameters are whole when this returns."""
         if unit.residency is Residency.WHOLE:
             return
-        if self._uneven:
+        if self.uneven:
             self._announce(unit.index)
         if unit.residency is Residency.SHARDED:
             unit.launch_gather(unit.tag(*self._at))
         ahead = self._traces[self._training].follow(unit.index)
         if self._training and not in_backward():
             self._newest = unit
-        if not self._uneven:
+        if not self.uneven:
             self._read_ahead(ahead)
         unit.finish_gather()
 
@@ -213,7 +222,7 @@ class GatherOnUse:
     # -------------------------------------------------------------------------------------------------- uneven
     def begin_uneven(self) -> None:
         self.free_all()
-        self._uneven = True
+        self.uneven = True
 
     def end_uneven(self) -> None:
         """Serve the gathers of ranks that still run, until all are here."""
@@ -225,7 +234,10 @@ class GatherOnUse:
                 if unit.users == 0:
                     unit.free()
         finally:
-            self._uneven = False
+            self.uneven = False
+
+    def abandon_uneven(self) -> None:
+        self.uneven = False
 
     def _announce(self, index: int) -> None:
         self._exchange(index)
@@ -250,30 +262,69 @@ class GatherOnUse:
             self.ensure(unit)
 
 
+def _modules_by_owner(owners: Mapping[str, tuple[nn.Module, list[Unit]]]) -> dict[str, list[nn.Module]]:
+    """Name of an owner of units -> the modules inside it that are in no owner below."""
+    names = {id(module): name for name, (module, _) in owners.items()}
+    found: dict[str, list[nn.Module]] = {}
+    for name, (top, _) in owners.items():
+        seen, waiting = {id(top): top}, [top]
+        while waiting:
+            children = [child for child in waiting.pop().children() if id(child) not in names]
+            waiting.extend(child for child in children if id(child) not in seen)
+            seen.update((id(child), child) for child in children)
+        found[name] = list(seen.values())
+    return found
+
+
+_OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+def _left_behind(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Results that a forward stored on its modules, alone or in a list, tuple or dict."""
+    for module in modules:
+        for key, value in (*vars(module).items(), *module._buffers.items()):
+            if key in _OWN_ATTRIBUTES:
+                continue
+            if isinstance(value, dict):
+                value = value.values()
+            for tensor in value if isinstance(value, list | tuple | ValuesView) else (value,):
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                    yield tensor
+
+
 def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
     """Marks a hook so that torch.compile breaks its graph there instead of tracing collectives."""
     hook._torchdynamo_disable = True  # type: ignore[attr-defined]
     return hook
 
 
-def _once(action: Callable[[], None]) -> Callable[[Tensor], None]:
-    """A tensor hook (returning None leaves the gradient alone) that acts the first time only."""
-    pending = [action]
+def _once_each_time(action: Callable[[], None]) -> Callable[[Tensor], None]:
+    """A tensor hook (returning None leaves the gradient alone) that acts once in each backward."""
+    acted_in = -1
 
     def hook(_grad: Tensor) -> None:
-        if pending:
-            pending.pop()()
+        nonlocal acted_in
+        if acted_in != torch._C._current_graph_task_id():
+            acted_in = torch._C._current_graph_task_id()
+            action()
 
     return hook
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in a forward's output, inside containers, dataclasses and plain objects."""
-    for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                yield from _tensors(getattr(leaf, field.name))
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module) and not callable(leaf):
-            yield from (value for value in vars(leaf).values() if isinstance(value, Tensor))
+    """The tensors in a forward's output, inside containers, dataclasses and plain objects, to any depth."""
+    seen: set[int] = set()
+    waiting = [output]
+    while waiting:
+        for leaf in pytree.tree_leaves(waiting.pop()):
+            if isinstance(leaf, Tensor):
+                yield leaf
+            elif id(leaf) not in seen and not isinstance(leaf, type | nn.Module | ModuleType):
+                seen.add(id(leaf))
+                waiting.extend(_attributes(leaf))
+
+
+def _attributes(value: Any) -> list[Any]:
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return list(vars(value).values()) if hasattr(value, "__dict__") and not callable(value) else []

@@ -27,7 +27,7 @@ from trilithon.contracts import Collectives, Handle, ReduceOp, Shard, Slice, Syn
 from trilithon.errors import ProtocolError
 from trilithon.kernels import sum_of_squares
 from trilithon.zero import grouping
-from trilithon.zero.gather import changed_since, fingerprints
+from trilithon.zero.gather import changed_since, fingerprints, require_rank, restored_on_error
 from trilithon.zero.gradients import UnitGradients
 from trilithon.zero.grouping import FROZEN, Entry, UnitPlan
 from trilithon.zero.init import built_values
@@ -82,8 +82,9 @@ class ZeroSharding:
         self.stage = settings.stage if comm.control.world_size > 1 else min(settings.stage, 1)
         self._comm, self._precisions, self._device = comm, precisions, device
         self._step, self._micro, self._window_open = -1, -1, False
-        self._deferred = False
+        self._deferred = self._abandoned = False
         self.entries = list(_entries(model, group_of, precisions))
+        self._frozen = [entry for entry in self.entries if not entry.param.requires_grad]
         self.units = [self._make_unit(plan, index) for index, plan in enumerate(self._plans(model, settings))]
         self._replicate_frozen()
         trainable = [unit for unit in self.units if unit.trainable]
@@ -98,6 +99,7 @@ class ZeroSharding:
             self._keys_of[gradients.unit.index].add(key)
         self._publishing: list[Handle] = []
         self._published: set[int] = set()
+        self._reading: list[dict[str, tuple[int, int]]] = []  # fingerprints of open gathered() contexts
         self._updated: set[str] = set()
         self._hooks: list[RemovableHandle] = []
         self._foreign_arrivals: dict[int, int] = {}
@@ -215,9 +217,19 @@ class ZeroSharding:
     def begin_step(self, sync: SyncMode, step: int) -> None:
         if sync is not SyncMode.MEAN:
             raise ProtocolError("update rules that communicate themselves (SyncMode.LOCAL) are not in this version")
+        self._refuse_unfrozen()
         self._step, self._micro = step, -1
         if self._residency is not None:
             self._residency.begin_step(step, 0)
+
+    def _refuse_unfrozen(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # reads of sharded parameters would each go through Python
+            names = [entry.name for entry in self._frozen if entry.param.requires_grad]
+        if names:
+            raise ProtocolError(
+                f"{names[:4]} were frozen when the engine was made and now ask for gradients, for which there is no "
+                "master copy or optimizer state. Close the engine and make another with trilithon.initialize()."
+            )
 
     def micro_step(self, last: bool) -> None:
         self._micro += 1
@@ -231,6 +243,10 @@ class ZeroSharding:
         self._begin_backward(reduce=False)
 
     def _begin_backward(self, *, reduce: bool) -> None:
+        if self._abandoned:  # only now: while the exception was on its way, waiting for other ranks would hide it
+            self._abandoned = False
+            self._queue.abandon()
+            self.drop_gradients()
         self._window_open = True
         _RUNNING.append(self)
         self._queue.begin_backward(reduce=reduce, step=self._step, micro_step=self._micro)
@@ -278,9 +294,10 @@ class ZeroSharding:
             self._residency.finish_backward()
 
     def abandon_backward(self) -> None:
-        """An exception left this backward half done: forget it, and be usable again."""
+        """An exception left this backward half done: its window is forgotten when the next one begins."""
         if self in _RUNNING:
             _RUNNING.remove(self)
+        self._abandoned, self._window_open = True, False
         if self._residency is not None:
             self._residency.finish_backward()
 
@@ -440,6 +457,9 @@ class ZeroSharding:
     @contextmanager
     def hold(self, params: Sequence[nn.Parameter], modify: int | None) -> Iterator[Mapping[str, Tensor]]:
         """Collective at both ends. Raises ProtocolError on all ranks if values changed without `modify`."""
+        require_rank(modify, self.world_size)
+        if self._residency is not None and self._residency.uneven:
+            raise ProtocolError("gathered() inside uneven() would wait for ranks that are done: leave uneven() first.")
         wanted = {id(param) for param in params}
         places = [(u, i) for u in self.units for i, param in enumerate(u.params) if id(param) in wanted]
         units = list(dict.fromkeys(unit for unit, _ in places))
@@ -449,13 +469,21 @@ class ZeroSharding:
             if self._residency is not None and not unit.whole_values:
                 self._residency.hold(unit)
         before = fingerprints(values) if modify is None else {}
+        self._reading.append(before)
+        staying = [u.params[i] for u, i in places if u.whole_values]  # what is freed afterwards needs no copy
         try:
-            yield values
-            if modify is None:
-                self._refuse_changes([name for name in values if name in changed_since(before, values)], list(values))
-            else:
-                self._take_over(places, values, modify)
+            with restored_on_error([*staying, *(e.param for e in self._outside if id(e.param) in wanted)]):
+                yield values
+                if modify is None:
+                    changed = changed_since(before, values)
+                    self._refuse_changes([name for name in values if name in changed], list(values))
+                else:
+                    self._take_over(places, values, modify)
+                    written = fingerprints(values)
+                    for outer in self._reading:  # contexts around this one do not take the write for their own
+                        outer.update((name, written[name]) for name in outer.keys() & written.keys())
         finally:
+            self._reading = [other for other in self._reading if other is not before]
             for unit in units:
                 if self._residency is not None and not unit.whole_values:
                     self._residency.let_go(unit)
@@ -482,6 +510,11 @@ class ZeroSharding:
     def end_uneven(self) -> None:
         if self._residency is not None:
             self._residency.end_uneven()
+
+    def abandon_uneven(self) -> None:
+        """An exception left the context: the other ranks are not served any more."""
+        if self._residency is not None:
+            self._residency.abandon_uneven()
 
     # --------------------------------------------------------------------------------------------------- the end
     def bytes(self) -> dict[str, int]:

@@ -34,7 +34,7 @@ class Sums(nn.Module):
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", {"kind": "fp16", "loss_scale": 64.0}])
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_weighted_backward_follows_the_global_mean_over_tokens(precision, as_tensor, world_size):
     """One rank's micro-batch has no token at all; the reference is the mean over everything at once."""
