@@ -86,7 +86,8 @@ class Builder:
 
     def __init__(self, comm: Collectives, open_numel: int) -> None:
         self._comm, self._open_numel = comm, open_numel
-        self._open: dict[int, tuple[weakref.ref[nn.Parameter], Tensor]] = {}  # id -> whole flat values, oldest first
+        self._references: dict[int, weakref.ref[nn.Parameter]] = {}  # by id, as everything below
+        self._open: dict[int, Tensor] = {}  # whole flat values, oldest first
         self._lingering: dict[int, Tensor] = {}  # id -> whole values that the program still has an alias of
         self._shards: dict[int, Tensor] = {}
         self._names: dict[int, str] = {}  # id -> class of its module and its name there, for messages
@@ -99,12 +100,13 @@ class Builder:
             return
         if find_owner(param) is not None or not param.is_contiguous():
             return
-        set_owner(param, self)
+        set_owner(param, self, keep=True)
+        self._references[id(param)] = weakref.ref(param, self._forget(id(param)))
         self._names[id(param)] = f"{type(module).__name__}.{name}"
         whole = torch.zeros(self._padded(param), dtype=param.dtype, device=param.device)
         whole[: param.numel()].copy_(param.data.view(-1))
         param.data = whole[: param.numel()].view(param.shape)
-        self._open[id(param)] = (weakref.ref(param, self._forget(id(param))), whole)
+        self._open[id(param)] = whole
         self._trim(keep={id(param)})
 
     def _forget(self, key: int) -> Any:
@@ -113,6 +115,7 @@ class Builder:
             self._shards.pop(key, None)
             self._lingering.pop(key, None)
             self._names.pop(key, None)
+            self._references.pop(key, None)
 
         return gone
 
@@ -136,21 +139,20 @@ class Builder:
             whole = torch.empty(self._padded(param), dtype=param.dtype, device=param.device)
         self._comm.all_gather(whole, self._shards.pop(key), Tag("zero.init")).wait()
         bring_back([param], [whole[: param.numel()].view(param.shape)])
-        self._open[key] = (weakref.ref(param, self._forget(key)), whole)
+        self._open[key] = whole
 
     # ------------------------------------------------------------------------------------------------ closing
     def _trim(self, keep: set[int]) -> None:
-        open_numel = sum(whole.numel() for _, whole in self._open.values())
+        open_numel = sum(whole.numel() for whole in self._open.values())
         for key in list(self._open):
             if open_numel <= self._open_numel:
                 return
             if key not in keep:
-                open_numel -= self._open[key][1].numel()
+                open_numel -= self._open[key].numel()
                 self._close(key)
 
     def _close(self, key: int) -> None:
-        reference, whole = self._open.pop(key)
-        param = reference()
+        whole, param = self._open.pop(key), self._references[key]()
         if param is None:
             return
         if param.data_ptr() != whole.data_ptr() or param.numel() > whole.numel():  # its data was replaced
@@ -189,7 +191,8 @@ class Builder:
         """Whole values, [shape]; the parameter is nobody's afterwards."""
         if isinstance(param, ShardedParameter):
             self._open_again(param)
-        self._open.pop(id(param), None)
+        for table in (self._open, self._references, self._names):
+            table.pop(id(param), None)
         forget_owner(param)
         return param.data
 
@@ -199,7 +202,7 @@ class Builder:
         sharded = [param for param in params if isinstance(param, ShardedParameter)]
         for param in sharded:
             self._open_again(param)
-        slices = {id(param): self._own(self._open[id(param)][1]).clone() for param in sharded}
+        slices = {id(param): self._own(self._open[id(param)]).clone() for param in sharded}
         values = {f"{index}:{self._names[id(param)]}": param for index, param in enumerate(params)}
         before = fingerprints(values) if modify is None else {}
         try:

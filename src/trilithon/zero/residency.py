@@ -98,11 +98,11 @@ class GatherOnUse:
             hook = _once_each_time(lambda: self._enter_backward(frame))
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(hook)
+                    _hook_first(tensor, hook)
             for tensor in _left_behind(modules):  # backward may start at an auxiliary loss kept there
                 if tensor not in self._side_outputs:
                     self._side_outputs[tensor] = True
-                    tensor.register_hook(hook)
+                    _hook_first(tensor, hook)
         for unit in frame.units:
             unit.users -= 1
             if unit.users == 0 and not self._stays(unit):
@@ -134,6 +134,9 @@ class GatherOnUse:
             self.ensure(unit)
 
     def _close_finished(self, starting: str) -> None:
+        """Free what only modules whose backward is over needed. (That its gradients have arrived would not do as a sign:
+        a nested backward of recomputation brings them several times, and a detached use of a weight needs it longer.)
+        """
         open_, self._backward = self._backward, []
         for frame in open_:
             if frame.module in ("", starting) or starting.startswith(frame.module + "."):
@@ -143,11 +146,6 @@ class GatherOnUse:
             for unit in frame.units:
                 if unit not in needed and unit.users == 0:
                     unit.free()
-
-    def gradient_complete(self, unit: Unit) -> None:
-        """All gradients of the unit have arrived: nothing in this backward reads its values any more."""
-        if unit.users == 0:
-            unit.free()
 
     def finish_backward(self) -> None:
         self._backward.clear()
@@ -309,6 +307,16 @@ def _once_each_time(action: Callable[[], None]) -> Callable[[Tensor], None]:
             action()
 
     return hook
+
+
+def _hook_first(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """A module that returns what a module inside it returned is entered before that one in backward."""
+    earlier = dict(tensor._backward_hooks or {})
+    tensor.register_hook(hook)
+    if earlier and tensor._backward_hooks is not None:
+        for key, value in earlier.items():  # autograd calls them in order of insertion, which move_to_end does not change
+            del tensor._backward_hooks[key]
+            tensor._backward_hooks[key] = value
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

@@ -92,7 +92,7 @@ class ZeroSharding:
         self._queue = ReductionQueue(self._gradients, comm.control, overlap=settings.overlap, may_block=self.stage < 3)
         self._residency = self._make_residency(model, settings) if self.stage == 3 else None
         for entry in self.entries:
-            set_owner(entry.param, self)
+            set_owner(entry.param, self, keep=False)
         self._slices, self._ranges = self._cut()
         self._keys_of: dict[int, set[str]] = {unit.index: set() for unit in self.units}
         for key, (gradients, _, _) in self._ranges.items():
@@ -102,7 +102,6 @@ class ZeroSharding:
         self._reading: list[dict[str, tuple[int, int]]] = []  # fingerprints of open gathered() contexts
         self._updated: set[str] = set()
         self._hooks: list[RemovableHandle] = []
-        self._foreign_arrivals: dict[int, int] = {}
         for index, gradients in enumerate(self._gradients):
             for position, param in enumerate(gradients.unit.params):
                 self._hooks.append(param.register_post_accumulate_grad_hook(self._arrival(index, position)))
@@ -268,23 +267,13 @@ class ZeroSharding:
                 f"a gradient for '{gradients.unit.layout.fields[position].name}' arrived outside engine.backward(). "
                 "Call engine.backward(loss) instead of loss.backward(): it scales the loss and averages over ranks."
             )
-        if _RUNNING[-1] is not self:  # another engine's loss ran through this model; its backward is not ours to keep
-            self._foreign_arrival(index)
+        if _RUNNING[-1] is not self:  # another engine's loss ran through this model; its gradient is not ours to keep
             return
         if grad.is_sparse:
             grad = grad.to_dense()
         if gradients.arrive(position, grad, self._deferred):
             del grad
-            if self._residency is not None:
-                self._residency.gradient_complete(gradients.unit)
             self._queue.complete(index)
-
-    def _foreign_arrival(self, index: int) -> None:
-        unit = self._gradients[index].unit
-        self._foreign_arrivals[index] = self._foreign_arrivals.get(index, 0) + 1
-        if self._residency is not None and self._foreign_arrivals[index] >= len(unit.params):
-            del self._foreign_arrivals[index]
-            self._residency.gradient_complete(unit)
 
     def finish_backward(self) -> None:
         if self in _RUNNING:
@@ -533,6 +522,7 @@ class ZeroSharding:
         self._hooks.clear()
         if self._residency is not None:
             self._residency.close()
+        self._queue.close()
         for unit in self.units:
             unit.release()
         for entry in self.entries:

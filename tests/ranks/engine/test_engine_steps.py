@@ -164,7 +164,7 @@ def with_overflow(rank: int, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 @ranks(2, 3)
 @pytest.mark.parametrize("precision", [{"kind": "fp16", "initial_scale_power": 10, "hysteresis": 1}, "bf16", "fp32"])
-def test_an_overflow_on_one_rank_skips_the_step_on_all_and_is_named(caplog, precision, world_size):
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_is_named(precision, world_size):
     logging.getLogger("trilithon").setLevel(logging.INFO)
     records: list[str] = []
     handler = logging.Handler()

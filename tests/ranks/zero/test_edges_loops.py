@@ -310,3 +310,66 @@ def test_requires_grad_and_grad_of_a_sharded_parameter_can_be_set():
     assert weight.requires_grad
     train_engine(engine, vector_batches(1, 4))
     engine.close()
+
+
+class Collector(nn.Module):
+    """Auxiliary losses go into a list that the layer was handed: backward can enter the layer unseen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        collected: list[Tensor] = []
+        for layer in self.layers:
+            hook = layer.down.register_forward_hook(lambda _m, _i, output: collected.append(output.square().mean()))
+            x = layer(x)
+            hook.remove()
+        self.out(x)
+        return torch.stack(collected).sum() * 0.1
+
+
+@ranks(2)
+def test_an_unseen_way_into_a_module_is_right_or_refused_with_a_way_out(world_size):
+    batches = vector_batches(2, 2 * world_size)
+    reference = train_plainly(Collector, batches, world_size)
+    for zero in ({"keep_gathered": ["layers.*"]}, {}):
+        engine = engine_for(Collector(), 3, zero={"unit_classes": ["Block"], "bucket_numel": None, **zero})
+        if zero:
+            losses, norms = train_engine(engine, batches)
+            got = dict(engine.full_parameters())
+            assert_same_training(reference, losses, got, tolerance("fp32", 2, optimizer="sgd"), norms)
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+                train_engine(engine, batches)
+            assert "zero.keep_gathered" in caught.value.__notes__[-1]
+        engine.close()
+
+
+@ranks(2)
+def test_a_parameter_unfrozen_after_the_engine_was_made_is_refused():
+    for stage in STAGES:
+        model = MLP()
+        model.last.requires_grad_(False)
+        with engine_for(model, stage) as engine:
+            train_engine(engine, vector_batches(1, 4))
+            model.last.requires_grad_(True)
+            with pytest.raises(ProtocolError, match=r"\['last\.weight', 'last\.bias'\] were frozen.*make another"):
+                engine(torch.ones(2, 16))
+            model.last.requires_grad_(False)
+            train_engine(engine, vector_batches(1, 4))
+
+
+@ranks(2)
+def test_a_parameter_frozen_after_the_engine_was_made_stays_as_it_is():
+    for stage in STAGES:
+        model = MLP()
+        with engine_for(model, stage) as engine:
+            train_engine(engine, vector_batches(1, 4))
+            model.last.requires_grad_(False)
+            before = dict(engine.full_parameters())
+            train_engine(engine, vector_batches(1, 4))
+            for name, value in engine.full_parameters():
+                assert torch.equal(value, before[name]) is name.startswith("last"), (stage, name)
