@@ -1,4 +1,4 @@
-"""Low-rank adapters on a frozen base: the documented call gives whole tensors, module.state_dict() whole ones or raises."""
+"""Low-rank adapters on a frozen base are saved whole; module.state_dict() gives whole tensors or raises."""
 
 import pytest
 import torch

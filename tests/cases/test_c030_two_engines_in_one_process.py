@@ -23,26 +23,26 @@ def discriminator_model() -> nn.Module:
     return MLP(width=16, out=1, seed=2)
 
 
-def play(step, noise, real, generate, judge, update_d, update_g):
-    update_d(-F.logsigmoid(judge(real)).mean() - F.logsigmoid(-judge(generate(noise).detach())).mean(), step)
-    update_g(-F.logsigmoid(judge(generate(noise))).mean(), step)
+def play(noise, real, generate, judge):
+    """The two losses of a step, in turn: the caller updates with one before the other is computed."""
+    yield -F.logsigmoid(judge(real)).mean() - F.logsigmoid(-judge(generate(noise).detach())).mean()
+    yield -F.logsigmoid(judge(generate(noise))).mean()
 
 
 def plainly(batches):
     generator, discriminator = generator_model(), discriminator_model()
-    sgd = torch.optim.SGD(generator.parameters(), lr=0.1, momentum=0.9)
-    adam = torch.optim.SGD(discriminator.parameters(), lr=0.05)
-
-    def update(loss, model, optimizer, clip):
-        generator.zero_grad()
-        discriminator.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-
-    for step, ((noise, real),) in enumerate(batches):
-        play(step, noise, real, generator, discriminator,
-             lambda loss, _: update(loss, discriminator, adam, 0.05), lambda loss, _: update(loss, generator, sgd, 0.02))  # fmt: skip
+    turns = [
+        (discriminator, torch.optim.SGD(discriminator.parameters(), lr=0.05), 0.05),
+        (generator, torch.optim.SGD(generator.parameters(), lr=0.1, momentum=0.9), 0.02),
+    ]
+    for ((noise, real),) in batches:
+        losses = play(noise, real, generator, discriminator)
+        for (model, update, clip), loss in zip(turns, losses, strict=True):
+            generator.zero_grad()
+            discriminator.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            update.step()
     return dict(generator.named_parameters()), dict(discriminator.named_parameters())
 
 
@@ -56,16 +56,11 @@ def test_alternating_engines(stages):
         discriminator_model(), {**config(stages[1], clip_norm=0.05), "optimizer": {"kind": "sgd", "lr": 0.05}}
     )
 
-    def update(engine):
-        def apply(loss, _step):
+    for (batch,) in batches:
+        noise, real = rank_part(batch, generator.rank, 2)
+        for engine, loss in zip((discriminator, generator), play(noise, real, generator, discriminator), strict=True):
             engine.backward(loss)
             assert engine.step()
-
-        return apply
-
-    for step, (batch,) in enumerate(batches):
-        noise, real = rank_part(batch, generator.rank, 2)
-        play(step, noise, real, generator, discriminator, update(discriminator), update(generator))
     for engine, plain in zip((generator, discriminator), expected, strict=True):
         for name, got in engine.full_parameters():
             torch.testing.assert_close(got, plain[name].detach(), rtol=1e-5, atol=1e-6, msg=f"{stages} {name}")

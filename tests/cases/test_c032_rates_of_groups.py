@@ -1,4 +1,4 @@
-"""Three groups with the rates 0.1, 0.01 and 0, one step of SGD: each parameter moves by its own rate times its gradient."""
+"""Three groups with the rates 0.1, 0.01 and 0, one step of SGD: each parameter moves by its own rate."""
 
 import torch
 from torch import nn

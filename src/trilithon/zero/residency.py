@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
@@ -291,9 +292,20 @@ def _left_behind(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
 
 
 def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """Marks a hook so that torch.compile breaks its graph there instead of tracing collectives."""
-    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return hook
+    """A hook at which torch.compile breaks its graph, and inside which it compiles nothing (collectives, above all).
+
+    As torch.compiler.disable does it, without the second that importing the compiler takes.
+    """
+
+    def uncompiled(*args: Any) -> None:
+        before = set_eval_frame(None)
+        try:
+            hook(*args)
+        finally:
+            set_eval_frame(before)
+
+    uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return uncompiled
 
 
 def _once_each_time(action: Callable[[], None]) -> Callable[[Tensor], None]:

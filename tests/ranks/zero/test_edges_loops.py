@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import trilithon
 from against_plain import STAGES, assert_trains_like_plain, engine_for, train_engine, train_plainly
 from trilithon.errors import ProtocolError, ShardedParameterError
 from trilithon.testing import ranks
@@ -373,3 +374,36 @@ def test_a_parameter_frozen_after_the_engine_was_made_stays_as_it_is():
             train_engine(engine, vector_batches(1, 4))
             for name, value in engine.full_parameters():
                 assert torch.equal(value, before[name]) is name.startswith("last"), (stage, name)
+
+
+def nested() -> nn.Module:
+    """Modules that return what a module inside them returned, down to the loss outside."""
+    torch.manual_seed(8)
+    inner = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Sequential(nn.Linear(16, 16)))
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(16, 16)), nn.Tanh(), nn.Sequential(inner, nn.Sequential(nn.Linear(16, 4)))
+    )
+
+
+def loss_outside(call: Any, x: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(call(x), target)
+
+
+@ranks(2)
+@pytest.mark.parametrize("zero", [{}, {"unit_classes": ["Sequential"], "bucket_numel": None}, {"bucket_numel": 300}])
+def test_a_loss_outside_of_nested_modules(zero):
+    for stage in STAGES:
+        assert_trains_like_plain(nested, stage, loss_of=loss_outside, zero=zero)
+
+
+def through_a_part(call: Any, x: Tensor, target: Tensor) -> Tensor:
+    module = call.module if isinstance(call, trilithon.Engine) else call
+    hidden = module[0](x)
+    return F.mse_loss(module[2](torch.tanh(hidden)), target) + hidden.square().mean()
+
+
+@ranks(2)
+def test_forwards_of_parts_of_the_model():
+    """Calling submodules instead of the engine: each gathers what it needs."""
+    for stage in STAGES:
+        assert_trains_like_plain(nested, stage, loss_of=through_a_part)

@@ -341,7 +341,8 @@ class Attention(nn.Module):
 
 
 MODELS = [
-    FunctionalTiedHead, ReturnedBias, Containers, TiedModules, Sizes, Doubles, ChannelsLast, SparseEmbedding, MaybeUsed, UsedByNobody,
+    FunctionalTiedHead, ReturnedBias, Containers, TiedModules, Sizes, Doubles, ChannelsLast, SparseEmbedding, MaybeUsed,
+    UsedByNobody,
     Outputs, NestedObject, SideLoss, SideLossOnly, SideLossKept, InputModified, BatchNormed, Recurrent, WeightNormed,
     Attention, SharedLayerNet,
 ]  # fmt: skip
