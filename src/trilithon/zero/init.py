@@ -49,8 +49,8 @@ def init(*, enabled: bool = True, backend: str | None = None, open_numel: int = 
     """Cut every parameter registered inside the context over all ranks.
 
     Collective: all ranks build the same model. enabled=False does nothing; so does a single process. open_numel:
-    elements that may be whole at the same time. A context inside another one changes nothing. The other ranks' random states (torch, numpy, random) are those of
-    rank 0 inside, and their own again afterwards.
+    elements that may be whole at the same time. A context inside another one changes nothing. The other ranks' random
+    states (torch, numpy, random) are those of rank 0 inside, and their own again afterwards.
     Raises ShardedParameterError when values are read after the context without `trilithon.zero.gathered`.
     """
     if not enabled or _ACTIVE or not init_distributed(backend, 1800.0) or dist.get_world_size() == 1:
@@ -123,7 +123,8 @@ class Builder:
         if not self._building:
             raise ShardedParameterError(
                 f"`{use}` reads {self._names[id(params[0])]} of shape {tuple(params[0].shape)}, which was built under "
-                "zero.init() and is cut over the ranks. Read it inside that context or under `trilithon.zero.gathered(params)`."
+                "zero.init() and is cut over the ranks. Read it inside that context or under "
+                "`trilithon.zero.gathered(params)`."
             )
         self._trim(keep={id(param) for param in params})
         for param in params:
@@ -200,15 +201,16 @@ class Builder:
     def hold(self, params: Sequence[nn.Parameter], modify: int | None) -> Iterator[Mapping[str, Tensor]]:
         require_rank(modify, self._comm.world_size)
         sharded = [param for param in params if isinstance(param, ShardedParameter)]
-        for param in sharded:
-            self._open_again(param)
+        for cut in sharded:
+            self._open_again(cut)
         slices = {id(param): self._own(self._open[id(param)]).clone() for param in sharded}
         values = {f"{index}:{self._names[id(param)]}": param for index, param in enumerate(params)}
         before = fingerprints(values) if modify is None else {}
         try:
             yield values
             if modify is None:
-                self._refuse_changes([name in changed_since(before, values) for name in values], params)
+                changed = changed_since(before, values)
+                self._refuse_changes([name in changed for name in values], params)
             else:
                 for param in params:
                     self._comm.broadcast(param.data, modify, Tag("gathered(modify=)")).wait()

@@ -135,8 +135,10 @@ class GatherOnUse:
             self.ensure(unit)
 
     def _close_finished(self, starting: str) -> None:
-        """Free what only modules whose backward is over needed. (That its gradients have arrived would not do as a sign:
-        a nested backward of recomputation brings them several times, and a detached use of a weight needs it longer.)
+        """Free what only modules whose backward is over needed.
+
+        That its gradients have arrived would not do as a sign: nested backwards of recomputation bring them several
+        times, and a detached use of a weight needs it longer.
         """
         open_, self._backward = self._backward, []
         for frame in open_:
@@ -284,9 +286,8 @@ def _left_behind(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
         for key, value in (*vars(module).items(), *module._buffers.items()):
             if key in _OWN_ATTRIBUTES:
                 continue
-            if isinstance(value, dict):
-                value = value.values()
-            for tensor in value if isinstance(value, list | tuple | ValuesView) else (value,):
+            several = value.values() if isinstance(value, dict) else value
+            for tensor in several if isinstance(several, list | tuple | ValuesView) else (value,):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     yield tensor
 
@@ -326,7 +327,10 @@ def _hook_first(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
     earlier = dict(tensor._backward_hooks or {})
     tensor.register_hook(hook)
     if earlier and tensor._backward_hooks is not None:
-        for key, value in earlier.items():  # autograd calls them in order of insertion, which move_to_end does not change
+        for (
+            key,
+            value,
+        ) in earlier.items():  # autograd calls them in order of insertion, which move_to_end does not change
             del tensor._backward_hooks[key]
             tensor._backward_hooks[key] = value
 

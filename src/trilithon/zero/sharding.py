@@ -13,8 +13,9 @@ results do not depend on stage, bucket size or overlap. (Rajbhandari et al. 2020
 from __future__ import annotations
 
 import fnmatch
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +28,9 @@ from trilithon.contracts import Collectives, Handle, ReduceOp, Shard, Slice, Syn
 from trilithon.errors import ProtocolError
 from trilithon.kernels import sum_of_squares
 from trilithon.zero import grouping
-from trilithon.zero.gather import changed_since, fingerprints, require_rank, restored_on_error
 from trilithon.zero.gradients import UnitGradients
-from trilithon.zero.grouping import FROZEN, Entry, UnitPlan
+from trilithon.zero.grouping import UnitPlan
+from trilithon.zero.holding import Holding
 from trilithon.zero.init import built_values
 from trilithon.zero.layout import FlatLayout
 from trilithon.zero.materialize import initial_values, refuse_unready
@@ -83,7 +84,7 @@ class ZeroSharding:
         self._comm, self._precisions, self._device = comm, precisions, device
         self._step, self._micro, self._window_open = -1, -1, False
         self._deferred = self._abandoned = False
-        self.entries = list(_entries(model, group_of, precisions))
+        self.entries = list(grouping.entries_of(model, group_of, precisions.low))
         self._frozen = [entry for entry in self.entries if not entry.param.requires_grad]
         self.units = [self._make_unit(plan, index) for index, plan in enumerate(self._plans(model, settings))]
         self._replicate_frozen()
@@ -91,6 +92,7 @@ class ZeroSharding:
         self._gradients = [self._make_gradients(unit) for unit in trainable]
         self._queue = ReductionQueue(self._gradients, comm.control, overlap=settings.overlap, may_block=self.stage < 3)
         self._residency = self._make_residency(model, settings) if self.stage == 3 else None
+        self._holding = Holding(self.units, self._outside, comm.control, self._residency, self._any_rank)
         for entry in self.entries:
             set_owner(entry.param, self, keep=False)
         self._slices, self._ranges = self._cut()
@@ -99,7 +101,6 @@ class ZeroSharding:
             self._keys_of[gradients.unit.index].add(key)
         self._publishing: list[Handle] = []
         self._published: set[int] = set()
-        self._reading: list[dict[str, tuple[int, int]]] = []  # fingerprints of open gathered() contexts
         self._updated: set[str] = set()
         self._hooks: list[RemovableHandle] = []
         for index, gradients in enumerate(self._gradients):
@@ -253,10 +254,13 @@ class ZeroSharding:
             self._residency.begin_step(self._step, self._micro)
 
     def _arrival(self, index: int, position: int) -> Callable[[nn.Parameter], None]:
+        reference = weakref.ref(self)  # the collector does not see into hooks of parameters, so they hold nothing
+
         def hook(param: nn.Parameter) -> None:
-            grad, param.grad = param.grad, None
-            if grad is not None:
-                self._arrive(index, position, grad)
+            sharding = reference()
+            if sharding is not None and param.grad is not None:
+                grad, param.grad = param.grad, None
+                sharding._arrive(index, position, grad)
 
         return hook
 
@@ -443,54 +447,8 @@ class ZeroSharding:
         wanted = set(names)
         return self.hold([entry.param for entry in self.entries if entry.name in wanted], modify)
 
-    @contextmanager
-    def hold(self, params: Sequence[nn.Parameter], modify: int | None) -> Iterator[Mapping[str, Tensor]]:
-        """Collective at both ends. Raises ProtocolError on all ranks if values changed without `modify`."""
-        require_rank(modify, self.world_size)
-        if self._residency is not None and self._residency.uneven:
-            raise ProtocolError("gathered() inside uneven() would wait for ranks that are done: leave uneven() first.")
-        wanted = {id(param) for param in params}
-        places = [(u, i) for u in self.units for i, param in enumerate(u.params) if id(param) in wanted]
-        units = list(dict.fromkeys(unit for unit, _ in places))
-        values = {u.layout.fields[i].name: u.params[i] for u, i in places}
-        values.update({e.name: e.param for e in self._outside if id(e.param) in wanted})
-        for unit in units:
-            if self._residency is not None and not unit.whole_values:
-                self._residency.hold(unit)
-        before = fingerprints(values) if modify is None else {}
-        self._reading.append(before)
-        staying = [u.params[i] for u, i in places if u.whole_values]  # what is freed afterwards needs no copy
-        try:
-            with restored_on_error([*staying, *(e.param for e in self._outside if id(e.param) in wanted)]):
-                yield values
-                if modify is None:
-                    changed = changed_since(before, values)
-                    self._refuse_changes([name for name in values if name in changed], list(values))
-                else:
-                    self._take_over(places, values, modify)
-                    written = fingerprints(values)
-                    for outer in self._reading:  # contexts around this one do not take the write for their own
-                        outer.update((name, written[name]) for name in outer.keys() & written.keys())
-        finally:
-            self._reading = [other for other in self._reading if other is not before]
-            for unit in units:
-                if self._residency is not None and not unit.whole_values:
-                    self._residency.let_go(unit)
-
-    def _refuse_changes(self, changed: Sequence[str], names: Sequence[str]) -> None:
-        flags = self._any_rank([name in changed for name in names], "gathered() for reading")
-        guilty = [name for name, flag in zip(names, flags, strict=True) if flag]
-        if guilty:
-            raise ProtocolError(
-                f"values of {guilty} were changed inside gathered(), which was opened for reading: the change would be "
-                "lost. Write `with trilithon.zero.gathered(params, modify=0):` to keep what rank 0 writes."
-            )
-
-    def _take_over(self, places: Sequence[tuple[Unit, int]], values: Mapping[str, Tensor], source: int) -> None:
-        for name, value in values.items():
-            self._comm.control.broadcast(value.data, source, Tag("gathered(modify=)", (name,), self._step)).wait()
-        for unit, index in places:
-            unit.take_over(index)
+    def hold(self, params: Sequence[nn.Parameter], modify: int | None) -> AbstractContextManager[Mapping[str, Tensor]]:
+        return self._holding.hold(params, modify, self._step)
 
     def begin_uneven(self) -> None:
         if self._residency is not None:
@@ -527,19 +485,6 @@ class ZeroSharding:
             unit.release()
         for entry in self.entries:
             forget_owner(entry.param)
-
-
-def _entries(model: nn.Module, group_of: Callable[[nn.Parameter], int], precisions: Precisions) -> Iterator[Entry]:
-    homes: dict[int, list[str]] = {}
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        for param in module.parameters(recurse=False):
-            homes.setdefault(id(param), []).append(module_name)
-    for name, param in model.named_parameters():
-        dtype = param.dtype
-        if dtype.is_floating_point and dtype != torch.float64:
-            dtype = precisions.low or torch.float32
-        group = group_of(param) if param.requires_grad and dtype.is_floating_point else FROZEN
-        yield Entry(name, param, group, dtype, tuple(homes[id(param)]))
 
 
 __all__ = ["Communicators", "Precisions", "Settled", "ZeroSharding", "in_backward"]
