@@ -43,7 +43,7 @@ class UnitPlan:
 
 
 def entries_of(model: nn.Module, group_of: Callable[[nn.Parameter], int], low: torch.dtype | None) -> Iterator[Entry]:
-    """The parameters of `model`, each once. low: the type that those of 32 bits or fewer compute in; None keeps fp32."""
+    """The parameters of `model`, each once. low: what those of at most 32 bits compute in; None for fp32."""
     homes: dict[int, list[str]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for param in module.parameters(recurse=False):

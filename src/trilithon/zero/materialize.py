@@ -70,7 +70,7 @@ def materialize_meta(model: nn.Module, device: torch.device) -> None:
             for name, tensor in table.items():
                 if tensor is not None and id(tensor) in fresh:
                     setattr(module, name, fresh[id(tensor)][1])
-        if ready and waiting:
+        if ready and waiting and callable(reset):
             with torch.no_grad():
                 reset()
 

@@ -49,7 +49,8 @@ def test_ten_engines_in_one_process_leave_nothing_behind():
             alive = [type(reference()).__name__ for reference in references if reference() is not None]
             assert not alive, (stage, turn, alive)
         assert bytes_after[-1] <= bytes_after[0], (stage, bytes_after)
-        assert threads_after[-1] <= threads_after[0], (stage, threads_after)
+        names = [thread.name for thread in threading.enumerate()]
+        assert threads_after[-1] <= threads_after[0], (stage, threads_after, names)
         assert not sharding._RUNNING
         assert len(sharded_parameter._OWNERS) == len(sharded_parameter._CLASSES) == 0
 
