@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -51,6 +52,7 @@ class Parts:
     rate: LearningRate
     groups: Sequence[Group]
     ledger: Ledger
+    process_groups: Sequence[dist.ProcessGroup]  # made for this engine, which ends them
     low: torch.dtype | None  # what floating inputs are cast to
 
 
@@ -82,6 +84,7 @@ class Engine:
         self.non_finite = 0
         self._batch, self._sharding, self._update = parts.batch, parts.sharding, parts.update
         self._precision, self._rate, self._groups, self._low = parts.precision, parts.rate, parts.groups, parts.low
+        self._process_groups = parts.process_groups
         self._window = _Window()
         self._window_open = self._syncing = True
         self._window_open = False
@@ -411,6 +414,9 @@ class Engine:
             self._sharding.close()
             if self._update is not None:
                 self._update.close()
+            for process_group in self._process_groups:  # unless the whole of torch.distributed has ended before
+                if dist.is_initialized() and process_group in dist.distributed_c10d._world.pg_map:
+                    dist.destroy_process_group(process_group)
 
     def __enter__(self) -> Engine:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 
@@ -41,16 +42,18 @@ def one_life(stage: int, sliced: bool) -> list[weakref.ref]:
 @ranks(2)
 def test_ten_engines_in_one_process_leave_nothing_behind():
     for stage in STAGES:
-        bytes_after, threads_after = [], []
+        bytes_after, threads_after, files_after = [], [], []
         for turn in range(5):
             references = one_life(stage, sliced=turn % 2 == 0)
             bytes_after.append(tensor_bytes())
-            threads_after.append(threading.active_count())
+            threads_after.append(len(os.listdir("/proc/self/task")))
+            files_after.append(len(os.listdir("/proc/self/fd")))
             alive = [type(reference()).__name__ for reference in references if reference() is not None]
             assert not alive, (stage, turn, alive)
         assert bytes_after[-1] <= bytes_after[0], (stage, bytes_after)
         names = [thread.name for thread in threading.enumerate()]
-        assert threads_after[-1] <= threads_after[0], (stage, threads_after, names)
+        assert threads_after[-1] <= threads_after[1], (stage, threads_after, names)
+        assert files_after[-1] <= files_after[1], (stage, files_after)
         assert not sharding._RUNNING
         assert len(sharded_parameter._OWNERS) == len(sharded_parameter._CLASSES) == 0
 

@@ -292,7 +292,7 @@ def test_a_sharded_parameter_is_honest():
         with pytest.raises(ShardedParameterError, match=r"gathered\(params\)") as caught:
             print(index, use())
         assert "'last.weight'" in str(caught.value) or "'layers.0.weight'" in str(caught.value), index
-    for use in (lambda: copy.deepcopy(model), lambda: copy.copy(weight), lambda: pickle.dumps(model)):
+    for use in (lambda: copy.deepcopy(model), lambda: copy.copy(weight), lambda: pickle.dumps(weight)):
         with pytest.raises(ShardedParameterError, match="cannot be"):
             use()
     engine.close()
