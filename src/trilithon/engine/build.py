@@ -77,7 +77,7 @@ def initialize(
         keep_freed_memory()
     mesh = mesh if mesh is not None or not distributed else make_mesh(device=device.type)
     ledger = Ledger()
-    comm = _communicators(mesh, ledger, settings)
+    comm, process_groups = _communicators(mesh, ledger, settings)
     batch = settings.resolve_batch(comm.control.world_size)
     sharding = _sharding(model, groups, settings, comm, batch.accumulation, device)
     update = _update(chosen, groups, sharding, device)
@@ -91,6 +91,7 @@ def initialize(
         rate=LearningRate(groups, schedule),
         groups=groups,
         ledger=ledger,
+        process_groups=process_groups,
         low=_low(settings) if getattr(settings.precision, "cast_inputs", False) else None,
     )
     return Engine(model, parts)
@@ -134,15 +135,22 @@ def _watchdog(settings: Config) -> Watchdog | None:
     return _PROCESS.watchdog
 
 
-def _communicators(mesh: DeviceMesh | None, ledger: Ledger, settings: Config) -> Communicators:
+def _communicators(
+    mesh: DeviceMesh | None, ledger: Ledger, settings: Config
+) -> tuple[Communicators, list[dist.ProcessGroup]]:
+    """The groups that this engine talks in, and what it has to give back when it closes."""
     names = tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
     axis = "data" if "data" in names else (names[0] if len(names) == 1 else "")
     if mesh is not None and not axis:
         raise ConfigError(f"the mesh has the axes {names}; one of them must be called 'data'.")
     watchdog = _watchdog(settings)
 
+    made: list[dist.ProcessGroup] = []
+
     def group(name: str) -> Group:
         process_group = own_process_group(mesh, axis, settings.comm.timeout_s) if mesh is not None else None
+        if process_group is not None:
+            made.append(process_group)
         return Group(
             process_group,
             name=name,
@@ -151,7 +159,7 @@ def _communicators(mesh: DeviceMesh | None, ledger: Ledger, settings: Config) ->
             shared_memory=settings.comm.shared_memory,
         )
 
-    return Communicators(group("control"), group("gather"), group("reduce"))
+    return Communicators(group("control"), group("gather"), group("reduce")), made
 
 
 def _low(settings: Config) -> torch.dtype | None:
@@ -167,13 +175,13 @@ def _sharding(  # noqa: PLR0917 (called once, with everything that build has mad
     model: nn.Module, groups: list[ParameterGroup], settings: Config, comm: Communicators, accumulation: int,
     device: torch.device,
 ) -> ZeroSharding:  # fmt: skip
+    materialize_meta(model, device)
     names = {name: index for index, group in enumerate(groups) for name in group.names}
     group_of = {id(param): names.get(name, FROZEN) for name, param in model.named_parameters()}
     low = _low(settings)
     wanted = settings.zero.accumulate_dtype
     accumulate = _DTYPES[wanted] if wanted else (torch.float32 if accumulation > 1 and low else None)
     wire = _DTYPES[settings.zero.comm_dtype] if settings.zero.comm_dtype else None
-    materialize_meta(model, device)
     model.to(device) if device.type != "cpu" else None
     precisions = Precisions(low, wire, accumulate)
     return ZeroSharding(model, lambda param: group_of[id(param)], settings.zero, comm, precisions, device)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -52,6 +53,7 @@ class Parts:
     rate: LearningRate
     groups: Sequence[Group]
     ledger: Ledger
+    process_groups: Sequence[dist.ProcessGroup]  # made for this engine, which ends them
     low: torch.dtype | None  # what floating inputs are cast to
 
 
@@ -83,6 +85,7 @@ class Engine:
         self.non_finite = 0
         self._batch, self._sharding, self._update = parts.batch, parts.sharding, parts.update
         self._precision, self._rate, self._groups, self._low = parts.precision, parts.rate, parts.groups, parts.low
+        self._process_groups = parts.process_groups
         self._window = _Window()
         self._window_open = self._syncing = True
         self._window_open = False
@@ -144,7 +147,8 @@ class Engine:
         loss: a scalar. Without `weight` the update follows the mean of all losses over ranks and micro-batches. With
         `weight` (tokens, say) `loss` is a sum, and the update follows sum of losses / sum of weights over all of them;
         a rank without data passes weight=0. More backwards than the accumulation before one step add up.
-        Raises ProtocolError out of order, NonFiniteError never (`step` decides).
+        Raises ProtocolError out of order, NonFiniteError never (`step` decides). After an exception in backward the
+        accumulation starts again from nothing.
         """
         self._require_open()
         self._check_loss(loss, weight)
@@ -159,8 +163,8 @@ class Engine:
         try:
             scaled = loss if loss.dtype == torch.float64 else loss.float()
             (scaled * factor if factor != 1.0 else scaled).backward(retain_graph=retain_graph)
-        except BaseException:
-            self._sharding.abandon_backward()
+        except BaseException as error:
+            self._abandon(error)
             raise
         self._sharding.finish_backward()
         window.backwards += 1
@@ -168,6 +172,18 @@ class Engine:
         window.loss += float(loss.detach())
         if weight is not None:
             window.weight = (window.weight or 0.0) + float(weight)
+
+    def _abandon(self, error: BaseException) -> None:
+        self._sharding.abandon_backward()
+        lost, self._window, self._window_open = self._window.backwards, _Window(), False
+        if lost:
+            error.add_note(f"trilithon: gradients of {lost} earlier micro-batches of this step are dropped as well.")
+        if self._sharding.stage == 3 and "modified by an inplace operation" in str(error):
+            error.add_note(
+                "trilithon: if nothing was modified in place, backward reached a module from a tensor that its forward "
+                "did not return, after its parameters had been dropped. Return that tensor, keep it in an attribute of "
+                "the module, or list the module in zero.keep_gathered."
+            )
 
     def _check_loss(self, loss: Tensor, weight: object) -> None:
         if self._update is None:
@@ -307,6 +323,10 @@ class Engine:
         self._sharding.begin_uneven()
         try:
             yield
+        except BaseException:
+            self._sharding.abandon_uneven()
+            raise
+        else:
             self._sharding.end_uneven()
         finally:
             self._uneven = False
@@ -399,6 +419,9 @@ class Engine:
             self._sharding.close()
             if self._update is not None:
                 self._update.close()
+            for process_group in self._process_groups:  # unless the whole of torch.distributed has ended before
+                if dist.is_initialized() and process_group in dist.distributed_c10d._world.pg_map:
+                    dist.destroy_process_group(process_group)
 
     def __enter__(self) -> Engine:
         return self

@@ -27,15 +27,18 @@ def gathered(params: nn.Parameter | nn.Module | Iterable[Tensor], modify: int | 
     """Give `params` (one, several, or all of a module) their whole values inside the context.
 
     modify: None to read only; a rank to let that rank write, after which its values are broadcast, cut, and also taken
-    over by the fp32 masters. Collective: every rank opens and leaves it. Tensors that are whole anyway are left alone,
-    except that with `modify` an engine's own are still made equal on all ranks.
-    Raises ProtocolError, on every rank, if values changed without `modify`, or if an entry is not a tensor.
+    over by the fp32 masters. Collective: every rank opens and leaves it. Parameters of no engine are left alone; those
+    that are whole anyway (stages 0 to 2) are only watched and made equal.
+    Raises ProtocolError, on every rank, if values changed without `modify`, if an entry is not a parameter, or if
+    `modify` is not a rank. After an exception inside, or that one, the values are those from before.
     """
     chosen = _listed(params)
+    if modify is not None and (isinstance(modify, bool) or not isinstance(modify, int)):
+        raise ProtocolError(f"gathered(modify={modify!r}): give the number of the rank that writes, or None to read.")
     owners: dict[int, tuple[Owner, list[nn.Parameter]]] = {}
     for param in chosen:
         owner = find_owner(param)
-        if owner is not None and isinstance(param, nn.Parameter):
+        if owner is not None:
             owners.setdefault(id(owner), (owner, []))[1].append(param)
     with ExitStack() as stack:
         for owner, owned in owners.values():
@@ -43,19 +46,37 @@ def gathered(params: nn.Parameter | nn.Module | Iterable[Tensor], modify: int | 
         yield
 
 
-def _listed(params: nn.Parameter | nn.Module | Iterable[Tensor]) -> list[Tensor]:
+def _listed(params: nn.Parameter | nn.Module | Iterable[Tensor]) -> list[nn.Parameter]:
     if isinstance(params, nn.Module):
         return list(params.parameters())
-    if isinstance(params, Tensor):
-        return [params]
-    chosen = list(params)
-    for entry in chosen:
-        if not isinstance(entry, Tensor):
+    entries = [params] if isinstance(params, Tensor) or not isinstance(params, Iterable) else list(params)
+    chosen: dict[int, nn.Parameter] = {}
+    for entry in entries:
+        if not isinstance(entry, nn.Parameter):
             raise ProtocolError(
                 f"gathered() got a {type(entry).__name__}; it takes a parameter, a module, or an iterable of "
                 "parameters."
             )
-    return chosen
+        chosen[id(entry)] = entry
+    return list(chosen.values())
+
+
+def require_rank(modify: int | None, world_size: int) -> None:
+    if modify is not None and not 0 <= modify < world_size:
+        raise ProtocolError(f"gathered(modify={modify}): there are the ranks 0 to {world_size - 1}.")
+
+
+@contextmanager
+def restored_on_error(values: Iterable[Tensor]) -> Iterator[None]:
+    """When an exception leaves the context, these tensors hold again what they held when it was opened."""
+    kept = [(value, value.detach().clone()) for value in values]
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for value, before in kept:
+                value.data.copy_(before)
+        raise
 
 
 def fingerprints(values: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:

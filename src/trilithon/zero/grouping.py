@@ -8,7 +8,7 @@ Types and trainable or frozen parameters never mix in a unit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,6 +40,20 @@ class UnitPlan:
     module: str
     whole: bool
     entries: list[Entry] = field(default_factory=list)
+
+
+def entries_of(model: nn.Module, group_of: Callable[[nn.Parameter], int], low: torch.dtype | None) -> Iterator[Entry]:
+    """The parameters of `model`, each once. low: what those of at most 32 bits compute in; None for fp32."""
+    homes: dict[int, list[str]] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for param in module.parameters(recurse=False):
+            homes.setdefault(id(param), []).append(module_name)
+    for name, param in model.named_parameters():
+        dtype = param.dtype
+        if dtype.is_floating_point and dtype != torch.float64:
+            dtype = low or torch.float32
+        group = group_of(param) if param.requires_grad and dtype.is_floating_point else FROZEN
+        yield Entry(name, param, group, dtype, tuple(homes[id(param)]))
 
 
 def automatic_bucket_numel(total: int) -> int:

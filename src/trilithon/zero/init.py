@@ -31,7 +31,7 @@ from trilithon.comm.collectives import Group
 from trilithon.comm.mesh import init_distributed
 from trilithon.contracts import Collectives, ReduceOp, Tag
 from trilithon.errors import ProtocolError, ShardedParameterError
-from trilithon.zero.gather import changed_since, fingerprints
+from trilithon.zero.gather import changed_since, fingerprints, require_rank
 from trilithon.zero.sharded_parameter import (
     ShardedParameter,
     bring_back,
@@ -49,11 +49,11 @@ def init(*, enabled: bool = True, backend: str | None = None, open_numel: int = 
     """Cut every parameter registered inside the context over all ranks.
 
     Collective: all ranks build the same model. enabled=False does nothing; so does a single process. open_numel:
-    elements that may be whole at the same time. The other ranks' random states (torch, numpy, random) are those of
-    rank 0 inside, and their own again afterwards.
+    elements that may be whole at the same time. A context inside another one changes nothing. The other ranks' random
+    states (torch, numpy, random) are those of rank 0 inside, and their own again afterwards.
     Raises ShardedParameterError when values are read after the context without `trilithon.zero.gathered`.
     """
-    if not enabled or not init_distributed(backend, 1800.0) or dist.get_world_size() == 1:
+    if not enabled or _ACTIVE or not init_distributed(backend, 1800.0) or dist.get_world_size() == 1:
         yield
         return
     comm = Group(dist.group.WORLD, name="zero.init")
@@ -61,13 +61,18 @@ def init(*, enabled: bool = True, backend: str | None = None, open_numel: int = 
     hook = register_module_parameter_registration_hook(builder.register)
     states = _random_states()
     _set_random_states(comm.all_gather_object(states, Tag("zero.init random state"))[0])
+    _ACTIVE.append(builder)
     try:
         yield
     finally:
         hook.remove()
+        _ACTIVE.remove(builder)
         builder.finish()
         if comm.rank != 0:
             _set_random_states(states)
+
+
+_ACTIVE: list[Builder] = []  # of the context that is open in this process
 
 
 def built_values(param: nn.Parameter) -> Tensor | None:
@@ -81,9 +86,11 @@ class Builder:
 
     def __init__(self, comm: Collectives, open_numel: int) -> None:
         self._comm, self._open_numel = comm, open_numel
-        self._open: dict[int, tuple[weakref.ref[nn.Parameter], Tensor]] = {}  # id -> whole flat values, oldest first
+        self._references: dict[int, weakref.ref[nn.Parameter]] = {}  # by id, as everything below
+        self._open: dict[int, Tensor] = {}  # whole flat values, oldest first
         self._lingering: dict[int, Tensor] = {}  # id -> whole values that the program still has an alias of
         self._shards: dict[int, Tensor] = {}
+        self._names: dict[int, str] = {}  # id -> class of its module and its name there, for messages
         self._building = True
 
     # ------------------------------------------------------------------------------------------------ opening
@@ -93,11 +100,13 @@ class Builder:
             return
         if find_owner(param) is not None or not param.is_contiguous():
             return
-        set_owner(param, self)
+        set_owner(param, self, keep=True)
+        self._references[id(param)] = weakref.ref(param, self._forget(id(param)))
+        self._names[id(param)] = f"{type(module).__name__}.{name}"
         whole = torch.zeros(self._padded(param), dtype=param.dtype, device=param.device)
         whole[: param.numel()].copy_(param.data.view(-1))
         param.data = whole[: param.numel()].view(param.shape)
-        self._open[id(param)] = (weakref.ref(param, self._forget(id(param))), whole)
+        self._open[id(param)] = whole
         self._trim(keep={id(param)})
 
     def _forget(self, key: int) -> Any:
@@ -105,14 +114,17 @@ class Builder:
             self._open.pop(key, None)
             self._shards.pop(key, None)
             self._lingering.pop(key, None)
+            self._names.pop(key, None)
+            self._references.pop(key, None)
 
         return gone
 
     def make_whole(self, params: Sequence[nn.Parameter], use: str) -> None:
         if not self._building:
             raise ShardedParameterError(
-                f"`{use}` reads a parameter of shape {tuple(params[0].shape)} that was built under zero.init() and is "
-                "cut over the ranks. Read it inside that context or under `trilithon.zero.gathered(params)`."
+                f"`{use}` reads {self._names[id(params[0])]} of shape {tuple(params[0].shape)}, which was built under "
+                "zero.init() and is cut over the ranks. Read it inside that context or under "
+                "`trilithon.zero.gathered(params)`."
             )
         self._trim(keep={id(param) for param in params})
         for param in params:
@@ -122,26 +134,26 @@ class Builder:
         key = id(param)
         if key in self._open:
             return
-        whole = torch.empty(self._padded(param), dtype=param.dtype, device=param.device)
         self._refresh(param)
+        whole = self._lingering.pop(key, None)  # the memory that an alias still shows
+        if whole is None:
+            whole = torch.empty(self._padded(param), dtype=param.dtype, device=param.device)
         self._comm.all_gather(whole, self._shards.pop(key), Tag("zero.init")).wait()
-        self._lingering.pop(key, None)
         bring_back([param], [whole[: param.numel()].view(param.shape)])
-        self._open[key] = (weakref.ref(param, self._forget(key)), whole)
+        self._open[key] = whole
 
     # ------------------------------------------------------------------------------------------------ closing
     def _trim(self, keep: set[int]) -> None:
-        open_numel = sum(whole.numel() for _, whole in self._open.values())
+        open_numel = sum(whole.numel() for whole in self._open.values())
         for key in list(self._open):
             if open_numel <= self._open_numel:
                 return
             if key not in keep:
-                open_numel -= self._open[key][1].numel()
+                open_numel -= self._open[key].numel()
                 self._close(key)
 
     def _close(self, key: int) -> None:
-        reference, whole = self._open.pop(key)
-        param = reference()
+        whole, param = self._open.pop(key), self._references[key]()
         if param is None:
             return
         if param.data_ptr() != whole.data_ptr() or param.numel() > whole.numel():  # its data was replaced
@@ -180,30 +192,48 @@ class Builder:
         """Whole values, [shape]; the parameter is nobody's afterwards."""
         if isinstance(param, ShardedParameter):
             self._open_again(param)
-        self._open.pop(id(param), None)
+        for table in (self._open, self._references, self._names):
+            table.pop(id(param), None)
         forget_owner(param)
         return param.data
 
     @contextmanager
     def hold(self, params: Sequence[nn.Parameter], modify: int | None) -> Iterator[Mapping[str, Tensor]]:
+        require_rank(modify, self._comm.world_size)
         sharded = [param for param in params if isinstance(param, ShardedParameter)]
         for cut in sharded:
             self._open_again(cut)
-        values = {str(index): param for index, param in enumerate(params)}
+        slices = {id(param): self._own(self._open[id(param)]).clone() for param in sharded}
+        values = {f"{index}:{self._names[id(param)]}": param for index, param in enumerate(params)}
         before = fingerprints(values) if modify is None else {}
-        yield values
-        if modify is None:
-            changed = torch.tensor(float(len(changed_since(before, values))))
-            self._comm.all_reduce(changed, Tag("gathered() for reading"), ReduceOp.MAX).wait()
-        else:
-            for param in params:
-                self._comm.broadcast(param.data, modify, Tag("gathered(modify=)")).wait()
-        for cut in sharded:
-            if id(cut) in self._open:
-                self._close(id(cut))
-        if modify is None and changed.item() > 0:
+        try:
+            yield values
+            if modify is None:
+                changed = changed_since(before, values)
+                self._refuse_changes([name in changed for name in values], params)
+            else:
+                for param in params:
+                    self._comm.broadcast(param.data, modify, Tag("gathered(modify=)")).wait()
+        except BaseException:
+            self._close_all(sharded)
+            self._shards.update(slices)
+            for key in slices:
+                self._lingering.pop(key, None)
+            raise
+        self._close_all(sharded)
+
+    def _close_all(self, params: Sequence[nn.Parameter]) -> None:
+        for param in params:
+            if id(param) in self._open:
+                self._close(id(param))
+
+    def _refuse_changes(self, changed: Sequence[bool], params: Sequence[nn.Parameter]) -> None:
+        flags = torch.tensor(changed, dtype=torch.int32)
+        self._comm.all_reduce(flags, Tag("gathered() for reading"), ReduceOp.MAX).wait()
+        guilty = [self._names[id(param)] for param, flag in zip(params, flags.tolist(), strict=True) if flag]
+        if guilty:
             raise ProtocolError(
-                "values were changed inside gathered(), which was opened for reading. Write "
+                f"values of {guilty} were changed inside gathered(), which was opened for reading. Write "
                 "`with trilithon.zero.gathered(params, modify=0):` to keep what rank 0 writes."
             )
 

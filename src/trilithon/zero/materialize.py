@@ -51,11 +51,30 @@ def refuse_unready(name: str, param: Tensor) -> None:
 
 
 def materialize_meta(model: nn.Module, device: torch.device) -> None:
-    """Give every meta parameter and buffer of modules with `reset_parameters` memory and values, in place."""
+    """Give every meta parameter and buffer of modules with `reset_parameters` memory and values.
+
+    A tied parameter stays tied, in a new Parameter object. (Swapping the object's contents would keep it, but torch
+    refuses that for tensors with weak references, which recurrent layers hold.)
+    """
+    fresh: dict[int, tuple[Tensor, Tensor]] = {}  # id of a meta tensor -> it, and what replaces it
     for module in model.modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         reset = getattr(module, "reset_parameters", None)
-        if any(tensor.is_meta for tensor in own) and callable(reset):
-            module.to_empty(device=device, recurse=False)
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        waiting = [tensor for tensor in own if tensor.is_meta and id(tensor) not in fresh]
+        ready = callable(reset) and not any(isinstance(tensor, UninitializedParameter) for tensor in waiting)
+        if not ready and not any(id(tensor) in fresh for tensor in own):
+            continue
+        if ready:
+            fresh.update((id(tensor), (tensor, _empty_like(tensor, device))) for tensor in waiting)
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and id(tensor) in fresh:
+                    setattr(module, name, fresh[id(tensor)][1])
+        if ready and waiting and callable(reset):
             with torch.no_grad():
                 reset()
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    values = torch.empty_like(tensor, device=device)
+    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values

@@ -50,17 +50,24 @@ class _Lander:
     """A daemon thread that waits for reductions in turn, so that backward can stop waiting when it must."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[_Landing] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="trilithon-reductions", daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            self._jobs.get().run()
+        self._jobs: queue.SimpleQueue[_Landing | None] = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(self._jobs,), name="trilithon-reductions", daemon=True).start()
 
     def take(self, gradients: UnitGradients) -> _Landing:
         landing = _Landing(gradients)
         self._jobs.put(landing)
         return landing
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+    __del__ = close
+
+
+def _work(jobs: queue.SimpleQueue[_Landing | None]) -> None:
+    while (landing := jobs.get()) is not None:
+        landing.run()
+        del landing
 
 
 class ReductionQueue:
@@ -109,6 +116,20 @@ class ReductionQueue:
                 self._learn()
         for gradients in self._gradients:
             gradients.end_backward()
+
+    def abandon(self) -> None:
+        """Wait for what an interrupted backward launched; nobody wants its results."""
+        if self._landing is not None:
+            self._landing.wait()
+            self._landing = None
+        while self._flying:
+            self._flying.popleft().land()
+
+    def close(self) -> None:
+        self.abandon()
+        if self._lander is not None:
+            self._lander.close()
+            self._lander = None
 
     def flush_late(self, indices: Sequence[int]) -> None:
         """Reduce these units once more, in order; every rank must name the same ones."""

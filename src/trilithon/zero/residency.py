@@ -13,13 +13,16 @@ section 6.2.)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trilithon.contracts import Collectives, Tag
 from trilithon.errors import CollectiveError, ShardedParameterError
@@ -64,15 +67,18 @@ class GatherOnUse:
         self._training = False  # what the outermost running forward is part of
         self._newest: Unit | None = None  # gathered latest in this step's forward ...
         self._last_forward: Unit | None = None  # ... and last of all in the step before: backward needs it first
-        self._uneven = False
+        self.uneven = False
         self._at = (-1, -1)
         self._handles: list[RemovableHandle] = []
+        self._inside = _modules_by_owner(owners)
+        self._side_outputs: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors left in attributes, once hooked
         for name, (module, units) in owners.items():
             self._install(name, module, units)
 
     def _install(self, name: str, module: nn.Module, units: list[Unit]) -> None:
+        modules = self._inside[name]
         enter = _not_compiled(lambda *_: self.enter(name, units))
-        leave = _not_compiled(lambda _module, _inputs, output: self.leave(output))
+        leave = _not_compiled(lambda _module, _inputs, output: self.leave(output, modules))
         self._handles.append(module.register_forward_pre_hook(enter, prepend=True))
         self._handles.append(module.register_forward_hook(leave, always_call=True))
 
@@ -87,13 +93,17 @@ class GatherOnUse:
         for unit in units:
             self._join(frame, unit)
 
-    def leave(self, output: Any) -> None:
+    def leave(self, output: Any, modules: Sequence[nn.Module]) -> None:
         frame = self._frames.pop()
         if torch.is_grad_enabled():
-            hook = _once(lambda: self._enter_backward(frame))
+            hook = _once_each_time(lambda: self._enter_backward(frame))
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(hook)
+                    _hook_first(tensor, hook)
+            for tensor in _left_behind(modules):  # backward may start at an auxiliary loss kept there
+                if tensor not in self._side_outputs:
+                    self._side_outputs[tensor] = True
+                    _hook_first(tensor, hook)
         for unit in frame.units:
             unit.users -= 1
             if unit.users == 0 and not self._stays(unit):
@@ -125,6 +135,11 @@ class GatherOnUse:
             self.ensure(unit)
 
     def _close_finished(self, starting: str) -> None:
+        """Free what only modules whose backward is over needed.
+
+        That its gradients have arrived would not do as a sign: nested backwards of recomputation bring them several
+        times, and a detached use of a weight needs it longer.
+        """
         open_, self._backward = self._backward, []
         for frame in open_:
             if frame.module in ("", starting) or starting.startswith(frame.module + "."):
@@ -134,11 +149,6 @@ class GatherOnUse:
             for unit in frame.units:
                 if unit not in needed and unit.users == 0:
                     unit.free()
-
-    def gradient_complete(self, unit: Unit) -> None:
-        """All gradients of the unit have arrived: nothing in this backward reads its values any more."""
-        if unit.users == 0:
-            unit.free()
 
     def finish_backward(self) -> None:
         self._backward.clear()
@@ -157,14 +167,14 @@ class GatherOnUse:
         """The unit's parameters are whole when this returns."""
         if unit.residency is Residency.WHOLE:
             return
-        if self._uneven:
+        if self.uneven:
             self._announce(unit.index)
         if unit.residency is Residency.SHARDED:
             unit.launch_gather(unit.tag(*self._at))
         ahead = self._traces[self._training].follow(unit.index)
         if self._training and not in_backward():
             self._newest = unit
-        if not self._uneven:
+        if not self.uneven:
             self._read_ahead(ahead)
         unit.finish_gather()
 
@@ -213,7 +223,7 @@ class GatherOnUse:
     # -------------------------------------------------------------------------------------------------- uneven
     def begin_uneven(self) -> None:
         self.free_all()
-        self._uneven = True
+        self.uneven = True
 
     def end_uneven(self) -> None:
         """Serve the gathers of ranks that still run, until all are here."""
@@ -225,7 +235,10 @@ class GatherOnUse:
                 if unit.users == 0:
                     unit.free()
         finally:
-            self._uneven = False
+            self.uneven = False
+
+    def abandon_uneven(self) -> None:
+        self.uneven = False
 
     def _announce(self, index: int) -> None:
         self._exchange(index)
@@ -250,30 +263,92 @@ class GatherOnUse:
             self.ensure(unit)
 
 
+def _modules_by_owner(owners: Mapping[str, tuple[nn.Module, list[Unit]]]) -> dict[str, list[nn.Module]]:
+    """Name of an owner of units -> the modules inside it that are in no owner below."""
+    names = {id(module): name for name, (module, _) in owners.items()}
+    found: dict[str, list[nn.Module]] = {}
+    for name, (top, _) in owners.items():
+        seen, waiting = {id(top): top}, [top]
+        while waiting:
+            children = [child for child in waiting.pop().children() if id(child) not in names]
+            waiting.extend(child for child in children if id(child) not in seen)
+            seen.update((id(child), child) for child in children)
+        found[name] = list(seen.values())
+    return found
+
+
+_OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+def _left_behind(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Results that a forward stored on its modules, alone or in a list, tuple or dict."""
+    for module in modules:
+        for key, value in (*vars(module).items(), *module._buffers.items()):
+            if key in _OWN_ATTRIBUTES:
+                continue
+            several = value.values() if isinstance(value, dict) else value
+            for tensor in several if isinstance(several, list | tuple | ValuesView) else (value,):
+                if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+                    yield tensor
+
+
 def _not_compiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """Marks a hook so that torch.compile breaks its graph there instead of tracing collectives."""
-    hook._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return hook
+    """A hook at which torch.compile breaks its graph, and inside which it compiles nothing (collectives, above all).
+
+    As torch.compiler.disable does it, without the second that importing the compiler takes.
+    """
+
+    def uncompiled(*args: Any) -> None:
+        before = set_eval_frame(None)
+        try:
+            hook(*args)
+        finally:
+            set_eval_frame(before)
+
+    uncompiled._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return uncompiled
 
 
-def _once(action: Callable[[], None]) -> Callable[[Tensor], None]:
-    """A tensor hook (returning None leaves the gradient alone) that acts the first time only."""
-    pending = [action]
+def _once_each_time(action: Callable[[], None]) -> Callable[[Tensor], None]:
+    """A tensor hook (returning None leaves the gradient alone) that acts once in each backward."""
+    acted_in = -1
 
     def hook(_grad: Tensor) -> None:
-        if pending:
-            pending.pop()()
+        nonlocal acted_in
+        if acted_in != torch._C._current_graph_task_id():
+            acted_in = torch._C._current_graph_task_id()
+            action()
 
     return hook
+
+
+def _hook_first(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """A module that returns what a module inside it returned is entered before that one in backward."""
+    earlier = dict(tensor._backward_hooks or {})
+    tensor.register_hook(hook)
+    if earlier and tensor._backward_hooks is not None:
+        for (
+            key,
+            value,
+        ) in earlier.items():  # autograd calls them in order of insertion, which move_to_end does not change
+            del tensor._backward_hooks[key]
+            tensor._backward_hooks[key] = value
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in a forward's output, inside containers, dataclasses and plain objects."""
-    for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                yield from _tensors(getattr(leaf, field.name))
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module) and not callable(leaf):
-            yield from (value for value in vars(leaf).values() if isinstance(value, Tensor))
+    """The tensors in a forward's output, inside containers, dataclasses and plain objects, to any depth."""
+    seen: set[int] = set()
+    waiting = [output]
+    while waiting:
+        for leaf in pytree.tree_leaves(waiting.pop()):
+            if isinstance(leaf, Tensor):
+                yield leaf
+            elif id(leaf) not in seen and not isinstance(leaf, type | nn.Module | ModuleType):
+                seen.add(id(leaf))
+                waiting.extend(_attributes(leaf))
+
+
+def _attributes(value: Any) -> list[Any]:
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return list(vars(value).values()) if hasattr(value, "__dict__") and not callable(value) else []

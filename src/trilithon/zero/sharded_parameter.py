@@ -11,6 +11,7 @@ Identity and stage 3 are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.0205
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
@@ -34,7 +35,7 @@ class Owner(Protocol):
         ...
 
 
-_OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> Owner
+_OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> function that gives its Owner, None when it is gone
 _CLASSES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> its class while whole
 
 _PROPERTIES = (
@@ -112,9 +113,12 @@ def _refusal(how: str) -> ShardedParameterError:
     )
 
 
-def set_owner(param: nn.Parameter, owner: Owner) -> None:
-    """From now on `owner` answers for the values of `param`."""
-    _OWNERS[param] = owner
+def set_owner(param: nn.Parameter, owner: Owner, *, keep: bool) -> None:
+    """From now on `owner` answers for the values of `param`.
+
+    keep: as long as the parameter lives. An owner that holds the parameter itself must not be kept: neither would go.
+    """
+    _OWNERS[param] = (lambda: owner) if keep else weakref.ref(owner)
     if not isinstance(param, ShardedParameter):
         _CLASSES[param] = type(param)
 
@@ -125,14 +129,19 @@ def forget_owner(param: nn.Parameter) -> None:
 
 
 def owner_of(param: nn.Parameter) -> Owner:
-    owner: Owner | None = _OWNERS.get(param)
-    assert owner is not None, "a sharded parameter without an owner"
+    owner = find_owner(param)
+    if owner is None:
+        raise ShardedParameterError(
+            f"the engine that held the slices of this parameter of shape {tuple(param.shape)} is gone, and with it the "
+            "values. Keep the engine, and call engine.close() to get an ordinary model back."
+        )
     return owner
 
 
 def find_owner(param: Tensor) -> Owner | None:
     """The owner of `param`, or None for an ordinary tensor."""
-    owner: Owner | None = _OWNERS.get(param)
+    found = _OWNERS.get(param)
+    owner: Owner | None = found() if found is not None else None
     return owner
 
 

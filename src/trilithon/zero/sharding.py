@@ -13,8 +13,9 @@ results do not depend on stage, bucket size or overlap. (Rajbhandari et al. 2020
 from __future__ import annotations
 
 import fnmatch
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +28,9 @@ from trilithon.contracts import Collectives, Handle, ReduceOp, Shard, Slice, Syn
 from trilithon.errors import ProtocolError
 from trilithon.kernels import sum_of_squares
 from trilithon.zero import grouping
-from trilithon.zero.gather import changed_since, fingerprints
 from trilithon.zero.gradients import UnitGradients
-from trilithon.zero.grouping import FROZEN, Entry, UnitPlan
+from trilithon.zero.grouping import UnitPlan
+from trilithon.zero.holding import Holding
 from trilithon.zero.init import built_values
 from trilithon.zero.layout import FlatLayout
 from trilithon.zero.materialize import initial_values, refuse_unready
@@ -82,16 +83,18 @@ class ZeroSharding:
         self.stage = settings.stage if comm.control.world_size > 1 else min(settings.stage, 1)
         self._comm, self._precisions, self._device = comm, precisions, device
         self._step, self._micro, self._window_open = -1, -1, False
-        self._deferred = False
-        self.entries = list(_entries(model, group_of, precisions))
+        self._deferred = self._abandoned = False
+        self.entries = list(grouping.entries_of(model, group_of, precisions.low))
+        self._frozen = [entry for entry in self.entries if not entry.param.requires_grad]
         self.units = [self._make_unit(plan, index) for index, plan in enumerate(self._plans(model, settings))]
         self._replicate_frozen()
         trainable = [unit for unit in self.units if unit.trainable]
         self._gradients = [self._make_gradients(unit) for unit in trainable]
         self._queue = ReductionQueue(self._gradients, comm.control, overlap=settings.overlap, may_block=self.stage < 3)
         self._residency = self._make_residency(model, settings) if self.stage == 3 else None
+        self._holding = Holding(self.units, self._outside, comm.control, self._residency, self._any_rank)
         for entry in self.entries:
-            set_owner(entry.param, self)
+            set_owner(entry.param, self, keep=False)
         self._slices, self._ranges = self._cut()
         self._keys_of: dict[int, set[str]] = {unit.index: set() for unit in self.units}
         for key, (gradients, _, _) in self._ranges.items():
@@ -100,7 +103,6 @@ class ZeroSharding:
         self._published: set[int] = set()
         self._updated: set[str] = set()
         self._hooks: list[RemovableHandle] = []
-        self._foreign_arrivals: dict[int, int] = {}
         for index, gradients in enumerate(self._gradients):
             for position, param in enumerate(gradients.unit.params):
                 self._hooks.append(param.register_post_accumulate_grad_hook(self._arrival(index, position)))
@@ -222,9 +224,19 @@ class ZeroSharding:
     def begin_step(self, sync: SyncMode, step: int) -> None:
         if sync is not SyncMode.MEAN:
             raise ProtocolError("update rules that communicate themselves (SyncMode.LOCAL) are not in this version")
+        self._refuse_unfrozen()
         self._step, self._micro = step, -1
         if self._residency is not None:
             self._residency.begin_step(step, 0)
+
+    def _refuse_unfrozen(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # reads of sharded parameters would each go through Python
+            names = [entry.name for entry in self._frozen if entry.param.requires_grad]
+        if names:
+            raise ProtocolError(
+                f"{names[:4]} were frozen when the engine was made and now ask for gradients, for which there is no "
+                "master copy or optimizer state. Close the engine and make another with trilithon.initialize()."
+            )
 
     def micro_step(self, last: bool) -> None:
         self._micro += 1
@@ -238,6 +250,10 @@ class ZeroSharding:
         self._begin_backward(reduce=False)
 
     def _begin_backward(self, *, reduce: bool) -> None:
+        if self._abandoned:  # only now: while the exception was on its way, waiting for other ranks would hide it
+            self._abandoned = False
+            self._queue.abandon()
+            self.drop_gradients()
         self._window_open = True
         _RUNNING.append(self)
         self._queue.begin_backward(reduce=reduce, step=self._step, micro_step=self._micro)
@@ -245,10 +261,13 @@ class ZeroSharding:
             self._residency.begin_step(self._step, self._micro)
 
     def _arrival(self, index: int, position: int) -> Callable[[nn.Parameter], None]:
+        reference = weakref.ref(self)  # the collector does not see into hooks of parameters, so they hold nothing
+
         def hook(param: nn.Parameter) -> None:
-            grad, param.grad = param.grad, None
-            if grad is not None:
-                self._arrive(index, position, grad)
+            sharding = reference()
+            if sharding is not None and param.grad is not None:
+                grad, param.grad = param.grad, None
+                sharding._arrive(index, position, grad)
 
         return hook
 
@@ -259,23 +278,13 @@ class ZeroSharding:
                 f"a gradient for '{gradients.unit.layout.fields[position].name}' arrived outside engine.backward(). "
                 "Call engine.backward(loss) instead of loss.backward(): it scales the loss and averages over ranks."
             )
-        if _RUNNING[-1] is not self:  # another engine's loss ran through this model; its backward is not ours to keep
-            self._foreign_arrival(index)
+        if _RUNNING[-1] is not self:  # another engine's loss ran through this model; its gradient is not ours to keep
             return
         if grad.is_sparse:
             grad = grad.to_dense()
         if gradients.arrive(position, grad, self._deferred):
             del grad
-            if self._residency is not None:
-                self._residency.gradient_complete(gradients.unit)
             self._queue.complete(index)
-
-    def _foreign_arrival(self, index: int) -> None:
-        unit = self._gradients[index].unit
-        self._foreign_arrivals[index] = self._foreign_arrivals.get(index, 0) + 1
-        if self._residency is not None and self._foreign_arrivals[index] >= len(unit.params):
-            del self._foreign_arrivals[index]
-            self._residency.gradient_complete(unit)
 
     def finish_backward(self) -> None:
         if self in _RUNNING:
@@ -285,9 +294,10 @@ class ZeroSharding:
             self._residency.finish_backward()
 
     def abandon_backward(self) -> None:
-        """An exception left this backward half done: forget it, and be usable again."""
+        """An exception left this backward half done: its window is forgotten when the next one begins."""
         if self in _RUNNING:
             _RUNNING.remove(self)
+        self._abandoned, self._window_open = True, False
         if self._residency is not None:
             self._residency.finish_backward()
 
@@ -444,43 +454,8 @@ class ZeroSharding:
         wanted = set(names)
         return self.hold([entry.param for entry in self.entries if entry.name in wanted], modify)
 
-    @contextmanager
-    def hold(self, params: Sequence[nn.Parameter], modify: int | None) -> Iterator[Mapping[str, Tensor]]:
-        """Collective at both ends. Raises ProtocolError on all ranks if values changed without `modify`."""
-        wanted = {id(param) for param in params}
-        places = [(u, i) for u in self.units for i, param in enumerate(u.params) if id(param) in wanted]
-        units = list(dict.fromkeys(unit for unit, _ in places))
-        values = {u.layout.fields[i].name: u.params[i] for u, i in places}
-        values.update({e.name: e.param for e in self._outside if id(e.param) in wanted})
-        for unit in units:
-            if self._residency is not None and not unit.whole_values:
-                self._residency.hold(unit)
-        before = fingerprints(values) if modify is None else {}
-        try:
-            yield values
-            if modify is None:
-                self._refuse_changes([name for name in values if name in changed_since(before, values)], list(values))
-            else:
-                self._take_over(places, values, modify)
-        finally:
-            for unit in units:
-                if self._residency is not None and not unit.whole_values:
-                    self._residency.let_go(unit)
-
-    def _refuse_changes(self, changed: Sequence[str], names: Sequence[str]) -> None:
-        flags = self._any_rank([name in changed for name in names], "gathered() for reading")
-        guilty = [name for name, flag in zip(names, flags, strict=True) if flag]
-        if guilty:
-            raise ProtocolError(
-                f"values of {guilty} were changed inside gathered(), which was opened for reading: the change would be "
-                "lost. Write `with trilithon.zero.gathered(params, modify=0):` to keep what rank 0 writes."
-            )
-
-    def _take_over(self, places: Sequence[tuple[Unit, int]], values: Mapping[str, Tensor], source: int) -> None:
-        for name, value in values.items():
-            self._comm.control.broadcast(value.data, source, Tag("gathered(modify=)", (name,), self._step)).wait()
-        for unit, index in places:
-            unit.take_over(index)
+    def hold(self, params: Sequence[nn.Parameter], modify: int | None) -> AbstractContextManager[Mapping[str, Tensor]]:
+        return self._holding.hold(params, modify, self._step)
 
     def begin_uneven(self) -> None:
         if self._residency is not None:
@@ -489,6 +464,11 @@ class ZeroSharding:
     def end_uneven(self) -> None:
         if self._residency is not None:
             self._residency.end_uneven()
+
+    def abandon_uneven(self) -> None:
+        """An exception left the context: the other ranks are not served any more."""
+        if self._residency is not None:
+            self._residency.abandon_uneven()
 
     # --------------------------------------------------------------------------------------------------- the end
     def bytes(self) -> dict[str, int]:
@@ -507,23 +487,11 @@ class ZeroSharding:
         self._hooks.clear()
         if self._residency is not None:
             self._residency.close()
+        self._queue.close()
         for unit in self.units:
             unit.release()
         for entry in self.entries:
             forget_owner(entry.param)
-
-
-def _entries(model: nn.Module, group_of: Callable[[nn.Parameter], int], precisions: Precisions) -> Iterator[Entry]:
-    homes: dict[int, list[str]] = {}
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        for param in module.parameters(recurse=False):
-            homes.setdefault(id(param), []).append(module_name)
-    for name, param in model.named_parameters():
-        dtype = param.dtype
-        if dtype.is_floating_point and dtype != torch.float64:
-            dtype = precisions.low or torch.float32
-        group = group_of(param) if param.requires_grad and dtype.is_floating_point else FROZEN
-        yield Entry(name, param, group, dtype, tuple(homes[id(param)]))
 
 
 __all__ = ["Communicators", "Precisions", "Settled", "ZeroSharding", "in_backward"]

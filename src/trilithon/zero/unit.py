@@ -148,7 +148,10 @@ class Unit:
         return self.comm.all_gather(self.flat, self.shard, tag)
 
     def take_over(self, field_index: int) -> None:
-        """The whole values of one parameter were rewritten: refresh this rank's shard and master. While WHOLE."""
+        """The whole values of one parameter were rewritten: refresh this rank's shard and master. While WHOLE.
+
+        A master that still rounds to the value beside it was not written, and keeps its digits.
+        """
         field = self.layout.fields[field_index]
         low, high = max(self.own[0], field.start), min(self.own[1], field.stop)
         if low >= high:
@@ -157,4 +160,5 @@ class Unit:
         if not self.whole_values:
             self.shard[here].copy_(self.flat[low:high])
         if self.trainable and self.master.data_ptr() != self.shard.data_ptr():
-            self.master[here].copy_(self.flat[low:high])
+            written = self.master[here].to(self.dtype) != self.flat[low:high]
+            self.master[here] = torch.where(written, self.flat[low:high].to(self.master_dtype), self.master[here])

@@ -1,0 +1,83 @@
+"""Engines come and go in one process and leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+
+import torch
+from torch import nn
+
+from against_plain import STAGES, engine_for, train_engine
+from trilithon.testing import ranks
+from trilithon.testing.models import MLP
+from trilithon.testing.parity import vector_batches
+from trilithon.zero import gathered, init, sharded_parameter, sharding
+
+
+def tensor_bytes() -> int:
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        if type(found) in (torch.Tensor, nn.Parameter):
+            storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def one_life(stage: int, sliced: bool) -> list[weakref.ref]:
+    with init(enabled=sliced):
+        model = MLP()
+    engine = engine_for(model, stage, precision="bf16")
+    train_engine(engine, vector_batches(2, 4))
+    engine.eval_step((torch.ones(1, 16),))
+    with gathered(model):
+        pass
+    engine.close()
+    inner = engine._sharding
+    return [weakref.ref(thing) for thing in (engine, inner, *inner.units, *inner._gradients, model)]
+
+
+@ranks(2)
+def test_ten_engines_in_one_process_leave_nothing_behind():
+    for stage in STAGES:
+        bytes_after, threads_after, files_after = [], [], []
+        for turn in range(5):
+            references = one_life(stage, sliced=turn % 2 == 0)
+            bytes_after.append(tensor_bytes())
+            threads_after.append(len(os.listdir("/proc/self/task")))
+            files_after.append(len(os.listdir("/proc/self/fd")))
+            alive = [type(reference()).__name__ for reference in references if reference() is not None]
+            assert not alive, (stage, turn, alive)
+        assert bytes_after[-1] <= bytes_after[0], (stage, bytes_after)
+        names = [thread.name for thread in threading.enumerate()]
+        assert threads_after[-1] <= threads_after[1], (stage, threads_after, names)
+        assert files_after[-1] <= files_after[1], (stage, files_after)
+        assert not sharding._RUNNING
+        assert len(sharded_parameter._OWNERS) == len(sharded_parameter._CLASSES) == 0
+
+
+@ranks(2)
+def test_an_engine_that_was_never_closed_goes_away_with_its_model():
+    for stage in STAGES:
+        model = MLP()
+        engine = engine_for(model, stage)
+        train_engine(engine, vector_batches(1, 4))
+        reference = weakref.ref(engine._sharding)
+        del engine, model
+        gc.collect()
+        assert reference() is None, stage
+
+
+@ranks(2)
+def test_a_closed_model_goes_into_another_engine():
+    """Stage by stage over the same model: masters are what was trained, hooks do not pile up."""
+    model = MLP()
+    for stage in (*STAGES, 3, 0):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        engine = engine_for(model, stage)
+        assert all(torch.equal(before[name], value) for name, value in engine.full_parameters())
+        train_engine(engine, vector_batches(1, 4))
+        engine.close()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
