@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 import sysconfig
 import threading
@@ -63,6 +65,8 @@ class RankState:
     where: str = ""  # the innermost line of the user's program
     error: str = ""  # exception of a rank that raised, or what the transport said
     groups: dict[str, GroupState] = field(default_factory=dict)
+    host: str = field(default_factory=socket.gethostname)
+    process_id: int = field(default_factory=os.getpid)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -75,6 +79,18 @@ class RankState:
             for name, group in raw.pop("groups").items()
         }
         return RankState(**{**raw, "status": Status(raw["status"]), "groups": groups})
+
+    def lives_here(self) -> bool:
+        """Its process exists on this host and has not been reaped."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.process_id, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
 
     def waiting_call(self) -> CallState | None:
         """The call this rank is blocked in, when its journal still has it."""

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import util as process_exit
@@ -37,7 +37,7 @@ _IDLE_TICK_S, _WAITING_TICK_S = 1.0, 0.25
 _SUSPECT_S = 1.0  # a wait longer than this makes the thread look at the other ranks' calls
 _GRACE_S = 2.5  # for the answers of the other ranks
 _PRINT_S = 4.0  # for the table to appear
-_AFTER_S = 0.7  # so that the rank that raised ends first: launchers blame the first process to fail
+_AFTER_S, _END_S = 0.7, 10.0  # least and most time for a rank that raised to end before the others do
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,18 +158,27 @@ class Watchdog:
         if self._own is not None and self._failure is None:
             with suppress(RuntimeError):  # the store's host may have ended already
                 self._own.leave(replace(self._state(), status=Status.LEFT, where=""))
-        self._wake.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=2.0)
+        self._stop_thread()
         self._waits.clear()
         self._streamed.clear()
         self._journals.clear()
+
+    def _stop_thread(self) -> None:
+        """A thread still inside a call of the store when the interpreter goes away would end the process by SIGABRT."""
+        self._closed = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=2.0)
 
     def program_ends(self) -> None:
         """Called when the interpreter exits: an error in flight is reported, and otherwise that this rank left.
 
         Rank 0, whose process may host the store, stays a moment for ranks that still wait.
         """
+        self._tell_of_the_end()
+        self._stop_thread()
+
+    def _tell_of_the_end(self) -> None:
         if self._own is None or self._closed or self._failure is not None:
             return
         error = _error_in_flight()
@@ -264,8 +273,8 @@ class Watchdog:
             self._report_alone(headline)
             return
         self._printed.set()
-        if any(state.status is Status.RAISED for state in states) and self._failure is None:
-            time.sleep(_AFTER_S)
+        if self._failure is None:
+            _let_end_first([state for state in states if state.status is Status.RAISED])
         self._finish()
 
     def _report_alone(self, headline: str, lost: int = -1) -> None:
@@ -297,6 +306,15 @@ class Watchdog:
         return RankState(
             self.rank, Status.WAITING, wait.group, wait.sequence, waited_s, line, error=self._lost, groups=groups
         )
+
+
+def _let_end_first(raised: Sequence[RankState]) -> None:
+    """Return when the ranks that raised are gone and their parents know it: launchers blame the first that fails."""
+    if raised:
+        time.sleep(_AFTER_S)
+    deadline = time.monotonic() + _END_S
+    while any(state.lives_here() for state in raised) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _print(text: str) -> None:
