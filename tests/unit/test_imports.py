@@ -59,7 +59,20 @@ def test_a_name_that_does_not_exist_is_an_attribute_error():
         _ = trilithon.train_faster
 
 
-PACKAGES = ("comm", "compare", "config", "data", "doctor", "kernels", "launch", "models", "optim", "pretrain", "testing", "zero")
+PACKAGES = (
+    "comm",
+    "compare",
+    "config",
+    "data",
+    "doctor",
+    "kernels",
+    "launch",
+    "models",
+    "optim",
+    "pretrain",
+    "testing",
+    "zero",
+)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
