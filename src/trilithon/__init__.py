@@ -1,4 +1,4 @@
-"""trilithon: train and serve models far larger than the memory they are given.
+"""trilithon: train models whose weights, gradients and optimizer state do not fit on one device.
 
     engine = trilithon.initialize(model, config="config.json")
 

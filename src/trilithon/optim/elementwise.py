@@ -16,6 +16,7 @@ from torch import Tensor
 from trilithon.contracts import ReduceOp, Slice, SyncMode
 from trilithon.errors import CheckpointError
 from trilithon.optim.participation import Participation, cut
+from trilithon.tiers import filled
 
 Settings = MutableMapping[str, Any]
 
@@ -71,7 +72,7 @@ class Elementwise:
         state = self._states.setdefault(slice_.key, {})
         for name, start in self._rule.fields(self.groups[slice_.group]).items():
             if name not in state:
-                state[name] = torch.full_like(slice_.master, start, requires_grad=False)
+                state[name] = filled(slice_.master, start)
         return state
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from trilithon.contracts import ReduceOp, Shard, Slice, SyncMode
 from trilithon.kernels import sum_of_squares
 from trilithon.kernels.chunks import chunks
 from trilithon.optim.elementwise import Settings, read_updates
+from trilithon.tiers import filled
 from trilithon.optim.formulas import lamb_direction, lamb_moments_, lamb_ratio
 from trilithon.optim.participation import Participation, cut
 
@@ -109,7 +110,7 @@ class Lamb:
         state = self._states.setdefault(slice_.key, {})
         for name in ("exp_avg", "exp_avg_sq"):
             if name not in state:
-                state[name] = torch.zeros_like(slice_.master, requires_grad=False)
+                state[name] = filled(slice_.master, 0.0)
         return state
 
     def state_dict(self) -> dict[str, Any]:

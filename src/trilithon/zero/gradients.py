@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trilithon.contracts import Collectives, Handle, Tag
 from trilithon.kernels import count_non_finite
+from trilithon.tiers import resident
 from trilithon.zero.unit import Unit
 
 
@@ -83,7 +84,9 @@ class UnitGradients:
         if self._in_place and self._spare is not None and self._spare.dtype == dtype:
             full, self._spare = self._spare, None
         else:
-            full = torch.empty(self.unit.layout.padded, dtype=dtype, device=self.unit.flat.device)
+            padded, device = self.unit.layout.padded, self.unit.flat.device
+            make = resident if self._in_place else torch.empty  # in place it stays for the run, else for this backward
+            full = make(padded, dtype=dtype, device=device)
             for start, stop in self.unit.layout.gaps():
                 full[start:stop].zero_()
         self._full, self._filled = full, [False] * len(self._filled)
@@ -120,7 +123,7 @@ class UnitGradients:
         if self._spare is not None and self._spare.dtype == self._accumulate:
             buffer, self._spare = self._spare, None
             return buffer
-        return torch.empty(numel, dtype=self._accumulate, device=like.device)
+        return resident(numel, self._accumulate, like.device)
 
     @property
     def in_flight(self) -> bool:

@@ -31,6 +31,7 @@ from trilithon.comm.collectives import Group
 from trilithon.comm.mesh import init_distributed
 from trilithon.contracts import Collectives, ReduceOp, Tag
 from trilithon.errors import ProtocolError, ShardedParameterError
+from trilithon.tiers import settle
 from trilithon.zero.gather import changed_since, fingerprints, require_rank
 from trilithon.zero.sharded_parameter import (
     ShardedParameter,
@@ -160,7 +161,7 @@ class Builder:
             values, whole = param.data, torch.zeros(self._padded(param), dtype=param.dtype, device=param.device)
             whole[: param.numel()].copy_(values.reshape(-1))
             del values
-        self._shards[key] = self._own(whole).clone()
+        self._shards[key] = settle(self._own(whole))
         put_away([param])
         storage = whole.untyped_storage()
         if torch._C._storage_Use_Count(storage._cdata) > 2:  # ours twice (tensor and handle); more: an alias is alive

@@ -1,0 +1,55 @@
+"""Every script in examples/ runs as its first lines say, alone and on two ranks, and says what it did."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name != "compare_script.py")
+LIMIT_S = 150
+
+
+def run(*arguments: str) -> str:
+    source = f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    ended = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        env={**environment, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return ended.stdout
+
+
+def test_there_are_examples():
+    assert {"minimal.py", "zero3_init.py", "huggingface_style_loop.py"} <= {path.name for path in SCRIPTS}
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_example_runs(script, num_ranks):
+    several = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
+    said = run(*(several if num_ranks > 1 else ()), str(script))
+    assert re.search(r"\d+ steps", said)
+    if script.name == "minimal.py":
+        steps, ranks, loss = re.search(r"(\d+) steps on (\d) ranks, loss ([\d.]+)", said).groups()
+        assert (steps, ranks) == ("60", str(num_ranks))
+        assert float(loss) < 1.0  # four classes: 1.39 is a guess
+    if script.name == "huggingface_style_loop.py":
+        assert float(re.search(r"accuracy ([\d.]+)", said).group(1)) > 0.9
+    if script.name == "zero3_init.py":
+        assert ("refused: `sum` reads" in said) == (num_ranks > 1)  # one rank holds everything
+
+
+def test_the_smallest_example_is_about_ten_lines():
+    source = (ROOT / "examples" / "minimal.py").read_text().split('"""')[2]
+    assert len([line for line in source.splitlines() if line.strip()]) <= 15
