@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 SMALL = ("--model", "nano", "--context", "32", "--micro-batch", "2", "--eval-batches", "1", "--sample-tokens", "4")
+SMALL += ("--set", "monitor.tensorboard=false", "--set", "monitor.csv=false")
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_shows_in_the_status(text, tmp
     out = tmp_path / "out"
     process = start(
         *("-d", text, "--out", out, "--cache", tmp_path / "c", *SMALL, "-n", 2, "--steps", 100_000),
-        *("--set", "monitor.every=1", "--set", "monitor.tensorboard=false", "--set", "monitor.csv=false"),
+        *("--set", "monitor.every=1"),
     )
     wait_for_records(out, process)
     pids = ranks_of(process.pid)
@@ -107,7 +108,7 @@ def test_ctrl_c_ends_every_rank_after_the_step_with_status_130(text, tmp_path):
     out = tmp_path / "out"
     process = start(
         *("-d", text, "--out", out, "--cache", tmp_path / "c", *SMALL, "-n", 2, "-z", 3, "--steps", 100_000),
-        *("--set", "monitor.every=1", "--set", "monitor.tensorboard=false", "--set", "monitor.csv=false"),
+        *("--set", "monitor.every=1"),
     )
     wait_for_records(out, process)
     pids = ranks_of(process.pid)

@@ -32,10 +32,10 @@ from trilithon.pretrain.evaluate import held_out_loss, sample_text
 from trilithon.pretrain.interrupt import StopRequest
 from trilithon.pretrain.loop import TrainLoop, call_with_targets
 from trilithon.pretrain.progress import Display, human_count, make_display
-from trilithon.pretrain.report import Report, draw_curve, print_report
+from trilithon.pretrain.report import CURVE, Report, draw_curve, print_report
 from trilithon.pretrain.settings import PretrainConfig
 
-CONFIG, CURVE, SAMPLE = "config.json", "loss.png", "sample.txt"
+CONFIG, SAMPLE = "config.json", "sample.txt"
 _RESULTS = (WEIGHTS, SHAPE, TOKENIZER, CONFIG, CURVE, SAMPLE, "metrics.jsonl", "csv", "tensorboard")
 
 

@@ -113,8 +113,8 @@ class TrainLoop:
 
     def _took(self, seconds: float) -> None:
         self.seconds += seconds
-        smooth = _SMOOTHING if math.isfinite(self._step_s) else 0.0
-        self._step_s = smooth * self._step_s + (1 - smooth) * seconds if smooth else seconds
+        settled = self.done >= 2  # the first step compiles and allocates: its time says nothing about the next
+        self._step_s = _SMOOTHING * self._step_s + (1 - _SMOOTHING) * seconds if settled else seconds
 
     def _tell(self, step: int, loss: float, lr: float) -> None:
         self.history.train.append((step, loss))

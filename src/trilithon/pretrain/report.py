@@ -13,6 +13,8 @@ from rich.table import Table
 
 from trilithon.pretrain.progress import human_bytes, human_count, human_time
 
+CURVE = "loss.png"
+
 
 @dataclass(slots=True)
 class History:
@@ -58,6 +60,8 @@ def print_report(report: Report, console: Console) -> None:
     if report.sample:
         console.print("sample:", style="bold")
         console.print(report.sample, markup=False, highlight=False)
+    if not (report.out / CURVE).exists():
+        console.print(f"no {CURVE}: matplotlib is not installed (pip install 'trilithon[train]')", highlight=False)
     console.print(f"in {report.out}: {', '.join(sorted(path.name for path in report.out.iterdir()))}", highlight=False)
 
 

@@ -7,6 +7,7 @@ One file may hold it all: the keys of `trilithon.Config` (or of a DeepSpeed file
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -180,9 +181,8 @@ def _engine(raw: Mapping[str, Any], given: Mapping[str, Any], steps: int) -> Con
         settings["clip_norm"] = 1.0
     if written.batch.micro_size is None and written.batch.global_size is None:
         settings["batch"] = {"micro_size": DEFAULT_MICRO_SIZE}
-    settings["monitor"] = {
-        name: True for name in ("jsonl", "csv", "tensorboard") if name not in written.monitor.model_fields_set
-    }
+    sinks = {"jsonl": True, "csv": True, "tensorboard": find_spec("tensorboard") is not None}
+    settings["monitor"] = {name: on for name, on in sinks.items() if name not in written.monitor.model_fields_set}
     _merge(settings, _nested(given))
     return Config.load(raw, overrides=settings)
 

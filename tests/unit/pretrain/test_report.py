@@ -70,6 +70,7 @@ def test_without_matplotlib_there_is_no_curve_and_no_error(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert not draw_curve(History(), 3.0, tmp_path / "loss.png")
     assert list(tmp_path.iterdir()) == []
+    assert "matplotlib is not installed (pip install" in printed(report(tmp_path))
 
 
 @pytest.mark.parametrize("tokens", [1.0, 4.0])

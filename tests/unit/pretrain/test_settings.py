@@ -4,7 +4,7 @@ import pytest
 
 from trilithon.config import AdamW, Bf16, Constant, Cosine, Fp16, Lamb
 from trilithon.errors import ConfigError
-from trilithon.pretrain import PretrainConfig, load_pretrain
+from trilithon.pretrain import PretrainConfig, load_pretrain, settings
 
 DATA = {"data.paths": ["texts"]}
 
@@ -18,6 +18,12 @@ def test_what_is_left_open_gets_values_that_train_a_language_model():
     assert engine.clip_norm == 1.0 and engine.batch.micro_size == 8
     assert engine.precision.non_finite == "raise"
     assert engine.monitor.jsonl and engine.monitor.csv and engine.monitor.tensorboard
+
+
+def test_tensorboard_is_off_by_default_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(settings, "find_spec", lambda name: None)
+    assert not load_pretrain(overrides=DATA).engine.monitor.tensorboard
+    assert load_pretrain(overrides={**DATA, "monitor.tensorboard": True}).engine.monitor.tensorboard
 
 
 def test_options_win_over_the_file_and_the_file_over_defaults(tmp_path):
