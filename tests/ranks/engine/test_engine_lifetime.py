@@ -9,10 +9,10 @@ import weakref
 
 import pytest
 import torch
+from against_plain import STAGES, engine_for, train_engine
 from torch import nn
 
 import trilithon
-from against_plain import STAGES, engine_for, train_engine
 from trilithon.errors import ConfigError
 from trilithon.testing import ranks
 from trilithon.testing.models import MLP
@@ -97,7 +97,7 @@ class ByNorm(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p -= group["lr"] * p.grad / (p.grad.norm() + 1e-3)
+                    p.sub_(group["lr"] * p.grad / (p.grad.norm() + 1e-3))
 
 
 @ranks(2)
