@@ -80,7 +80,11 @@ def initialize(
     comm, process_groups = _communicators(mesh, ledger, settings)
     batch = settings.resolve_batch(comm.control.world_size)
     sharding = _sharding(model, groups, settings, comm, batch.accumulation, device)
-    update = _update(chosen, groups, sharding, device)
+    try:
+        update = _update(chosen, groups, sharding, device)
+    except ConfigError:  # raised alike on every rank: the caller gets an ordinary model back
+        sharding.close()
+        raise
     parts = Parts(
         config=settings,
         batch=batch,

@@ -71,6 +71,9 @@ class LearningRate:
     def advance(self) -> None:
         """To be called after every applied update, and not after a skipped step."""
         self._updates += 1
+        for group in self.groups:
+            if isinstance(group, Group) and group.optimizer is not None:
+                group.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers that the user keeps
         if self._scheduler is not None:
             self._scheduler.step()
         self._set()

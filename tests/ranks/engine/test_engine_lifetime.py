@@ -7,10 +7,13 @@ import os
 import threading
 import weakref
 
+import pytest
 import torch
+from against_plain import STAGES, engine_for, train_engine
 from torch import nn
 
-from against_plain import STAGES, engine_for, train_engine
+import trilithon
+from trilithon.errors import ConfigError
 from trilithon.testing import ranks
 from trilithon.testing.models import MLP
 from trilithon.testing.parity import vector_batches
@@ -81,3 +84,28 @@ def test_a_closed_model_goes_into_another_engine():
         train_engine(engine, vector_batches(1, 4))
         engine.close()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class ByNorm(torch.optim.Optimizer):
+    """Divides each parameter's step by the norm of its gradient, which a slice does not know."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad / (p.grad.norm() + 1e-3))
+
+
+@ranks(2)
+def test_a_refused_optimizer_leaves_an_ordinary_model():
+    for stage in (1, 2, 3):
+        model = MLP()
+        with pytest.raises(ConfigError):
+            trilithon.initialize(model, {"zero": {"stage": stage, "bucket_numel": 1}}, ByNorm(model.parameters()))
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), MLP().parameters(), strict=True))
+        model(torch.ones(1, 16)).sum().backward()
+        assert all(p.grad is not None for p in model.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from functools import partial
 
 import pytest
@@ -117,9 +118,12 @@ def test_the_users_own_groups_and_scheduler_stay_live():
                 if step == 2:
                     groups[1]["lr"] = 0.3
                     groups[0]["weight_decay"] = 0.1
-                train_engine(engine, batches[step : step + 1])
-                if not given:
-                    own_schedule.step()
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    train_engine(engine, batches[step : step + 1])
+                    if not given:
+                        own_schedule.step()
+                assert not [w for w in caught if "lr_scheduler" in str(w.message)]
                 assert engine.lr == [group["lr"] for group in groups]
             assert own_schedule.last_epoch == 4
             assert own.param_groups is groups

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from against_plain import STAGES, assert_trains_like_plain
+from against_plain import STAGES, assert_trains_like_plain, engine_for, train_engine
 from trilithon.testing import ranks
 from trilithon.testing.models import SharedLayerNet
+from trilithon.testing.parity import vector_batches
 
 
 class FunctionalTiedHead(nn.Module):
@@ -385,3 +386,19 @@ def test_trains_like_plain_on_three_ranks(name):
 def test_trains_like_plain_under_other_settings(name, zero):
     make = next(model for model in MODELS if model.__name__ == name)
     assert_trains_like_plain(lambda: seeded(make), 3, zero=zero)
+
+
+@ranks(2, 3)
+def test_fp32_training_gives_the_same_bits_at_every_stage(world_size):
+    """Whatever the stage, the size of buckets and units, and the overlap: sums are in the order of the ranks."""
+    batches = vector_batches(2, 2 * world_size, 2)
+    settings = [{"stage": stage, "bucket_numel": numel} for stage in STAGES for numel in (1, 400, None)]
+    settings += [{"stage": stage, "overlap": False} for stage in (2, 3)]
+    expected: dict[str, Tensor] = {}
+    for zero in settings:
+        engine = engine_for(seeded(Containers), zero["stage"], accumulation=2, zero=zero)
+        train_engine(engine, batches)
+        got = dict(engine.full_parameters())
+        engine.close()
+        expected = expected or got
+        assert all(torch.equal(got[name], value) for name, value in expected.items()), zero
