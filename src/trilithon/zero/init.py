@@ -31,7 +31,7 @@ from trilithon.comm.collectives import Group
 from trilithon.comm.mesh import init_distributed
 from trilithon.contracts import Collectives, ReduceOp, Tag
 from trilithon.errors import ProtocolError, ShardedParameterError
-from trilithon.tiers import settle
+from trilithon.tiers import resident, settle
 from trilithon.zero.gather import changed_since, fingerprints, require_rank
 from trilithon.zero.sharded_parameter import (
     ShardedParameter,
@@ -104,7 +104,7 @@ class Builder:
         set_owner(param, self, keep=True)
         self._references[id(param)] = weakref.ref(param, self._forget(id(param)))
         self._names[id(param)] = f"{type(module).__name__}.{name}"
-        whole = torch.zeros(self._padded(param), dtype=param.dtype, device=param.device)
+        whole = resident(self._padded(param), param.dtype, param.device)
         whole[: param.numel()].copy_(param.data.view(-1))
         param.data = whole[: param.numel()].view(param.shape)
         self._open[id(param)] = whole
@@ -138,7 +138,7 @@ class Builder:
         self._refresh(param)
         whole = self._lingering.pop(key, None)  # the memory that an alias still shows
         if whole is None:
-            whole = torch.empty(self._padded(param), dtype=param.dtype, device=param.device)
+            whole = resident(self._padded(param), param.dtype, param.device)
         self._comm.all_gather(whole, self._shards.pop(key), Tag("zero.init")).wait()
         bring_back([param], [whole[: param.numel()].view(param.shape)])
         self._open[key] = whole
@@ -158,7 +158,7 @@ class Builder:
         if param is None:
             return
         if param.data_ptr() != whole.data_ptr() or param.numel() > whole.numel():  # its data was replaced
-            values, whole = param.data, torch.zeros(self._padded(param), dtype=param.dtype, device=param.device)
+            values, whole = param.data, resident(self._padded(param), param.dtype, param.device)
             whole[: param.numel()].copy_(values.reshape(-1))
             del values
         self._shards[key] = settle(self._own(whole))

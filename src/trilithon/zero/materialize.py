@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from trilithon.contracts import Collectives
 from trilithon.errors import ConfigError
+from trilithon.tiers import resident
 from trilithon.zero.init import built_values
 from trilithon.zero.unit import Unit
 
@@ -20,7 +21,7 @@ from trilithon.zero.unit import Unit
 def initial_values(unit: Unit, comm: Collectives, device: torch.device) -> Tensor:
     """[padded] in the unit's master type (frozen units: in their own), gaps zero; frees the model's own copies."""
     dtype = unit.master_dtype if unit.trainable else unit.dtype
-    values = torch.zeros(unit.layout.padded, dtype=dtype, device=device)
+    values = resident(unit.layout.padded, dtype, device)
     equal_already = True
     for field, param in zip(unit.layout.fields, unit.params, strict=True):
         refuse_unready(field.name, param)

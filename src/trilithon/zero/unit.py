@@ -79,14 +79,14 @@ class Unit:
         if self.whole_values:
             self.flat = settle(values, self.dtype)
         else:
-            self.flat = values if values.dtype == self.dtype else values.to(self.dtype)
+            self.flat = torch.empty(values.numel(), dtype=self.dtype, device=values.device)  # untouched until a gather
         self._views = [self.flat[f.start : f.stop].view(f.shape) for f in self.layout.fields]
         self._bytes = self.flat.untyped_storage().nbytes()
         mine = self.flat[low:high]
         if self.whole_values:
             self.shard = mine
         else:
-            self.shard = settle(mine)
+            self.shard = settle(values[low:high], self.dtype)
         if not self.trainable:
             self.master = self.flat[:0].clone()
         elif self.dtype == self.master_dtype:
