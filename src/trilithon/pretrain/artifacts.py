@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from trilithon.data import Tokenizer, load_tokenizer
 from trilithon.errors import CheckpointError
@@ -29,6 +29,13 @@ def save_model(folder: Path, weights: Mapping[str, Tensor], shape: GPTConfig, to
     write_whole(folder / SHAPE, lambda stream: stream.write(shape.model_dump_json(indent=1).encode()))
     write_whole(folder / TOKENIZER, lambda stream: stream.write(tokenizer.to_json().encode()))
     write_whole(folder / WEIGHTS, lambda stream: torch.save(dict(weights), stream))
+
+
+def with_tied_names(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """weights: by the first name of each parameter -> by every name, as `load_state_dict` wants them."""
+    first = {id(param): name for name, param in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: weights[first[id(param)]] for name, param in named}
 
 
 def load_model(folder: Path) -> tuple[GPT, Tokenizer]:

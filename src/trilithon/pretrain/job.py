@@ -15,6 +15,7 @@ from typing import cast
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 import trilithon
 from trilithon import zero
@@ -27,7 +28,7 @@ from trilithon.engine.monitor import Monitor
 from trilithon.errors import ConfigError
 from trilithon.models import GPT
 from trilithon.pretrain.agreement import Agreement
-from trilithon.pretrain.artifacts import SHAPE, TOKENIZER, WEIGHTS, save_model, write_whole
+from trilithon.pretrain.artifacts import SHAPE, TOKENIZER, WEIGHTS, save_model, with_tied_names, write_whole
 from trilithon.pretrain.evaluate import held_out_loss, sample_text
 from trilithon.pretrain.interrupt import StopRequest
 from trilithon.pretrain.loop import TrainLoop, call_with_targets
@@ -73,28 +74,30 @@ class _Job:
         # At stage 3 no rank ever holds the whole model, not even while it is built.
         with zero.init(enabled=self.config.engine.zero.stage == 3, backend=self.config.engine.comm.backend):
             model = GPT(self.shape)
-        with trilithon.initialize(model, config=_engine_config(self.config.engine)) as engine:
-            written = self.config.engine.monitor.model_dump()
-            # quiet: lines are left to the display, which also has a live form
-            settings = MonitorConfig(**{**written, "folder": self.out, "quiet": True})
-            monitor = Monitor(settings, rank=self.agreement.rank, details=engine.memory)
-            display = make_display(
-                self.config.run.steps, every=settings.every, rank=self.agreement.rank, quiet=written["quiet"]
-            )
-            loop = self._loop(engine, monitor, display)
-            try:
-                display.say(self._opening())
-                with StopRequest() as request:
-                    loop.run(request)
-                if loop.stopped_by:
-                    display.say(f"Stopped after step {loop.done} as asked; saving the weights as they are.")
-                else:
-                    loop.measure(loop.done)
-            finally:
-                display.close()
-                monitor.close()
-            report = self._report(engine, loop)
-            self._leave_results(engine, loop, report)
+        engine = trilithon.initialize(model, config=_engine_config(self.config.engine))
+        written = self.config.engine.monitor.model_dump()
+        # quiet: lines are left to the display, which also has a live form
+        settings = MonitorConfig(**{**written, "folder": self.out, "quiet": True})
+        monitor = Monitor(settings, rank=self.agreement.rank, details=engine.memory)
+        display = make_display(
+            self.config.run.steps, every=settings.every, rank=self.agreement.rank, quiet=written["quiet"]
+        )
+        loop = self._loop(engine, monitor, display)
+        try:
+            display.say(self._opening())
+            with StopRequest() as request:
+                loop.run(request)
+            if loop.stopped_by:
+                display.say(f"Stopped after step {loop.done} as asked; saving the weights as they are.")
+            else:
+                loop.measure(loop.done)
+        finally:
+            display.close()
+            monitor.close()
+        report = self._report(engine, loop)
+        self._leave_results(engine, loop, report)
+        if self.config.engine.zero.stage < 3:
+            engine.close()  # at stage 3 that would give every rank the whole model, for which it may have no room
         if self.agreement.rank == 0 and not written["quiet"]:
             print_report(report, Console())
         return report
@@ -161,10 +164,13 @@ class _Job:
 
     def _leave_results(self, engine: Engine, loop: TrainLoop, report: Report) -> None:
         """Weights, curve and sample on rank 0; an error there is raised on every rank."""
-        weights = engine.state_dict()
+        weights: dict[str, Tensor] = {}
+        for name, whole in engine.view("param"):  # collective, one at a time: only rank 0 needs room for all of them
+            if self.agreement.rank == 0:
+                weights[name] = whole.cpu()
 
         def write() -> None:
-            save_model(self.out, weights, self.shape, self.corpus.tokenizer)
+            save_model(self.out, with_tied_names(weights, engine.module), self.shape, self.corpus.tokenizer)
             draw_curve(loop.history, report.unigram_entropy, self.out / CURVE)
             if report.sample:
                 write_whole(self.out / SAMPLE, lambda stream: stream.write(report.sample.encode()))
