@@ -212,15 +212,23 @@ class Engine:
         if not self.at_boundary:
             return False
         settled = self._sharding.settle([window.loss, window.weight or 0.0])
-        scale = self._unscale(settled.extra[1])
+        try:
+            scale = self._unscale(settled.extra[1])
+        except ProtocolError:
+            self._forget_window()
+            raise
         self.loss = settled.extra[0] / (settled.extra[1] or self.world_size * window.backwards)
         self.grad_norm = agreed_norm(torch.tensor([settled.squared_norm], dtype=torch.float64), 1.0 / scale)
         finite = math.isfinite(settled.squared_norm)
         self.clip_factor = clip_factor(self.grad_norm, self.config.clip_norm)
         self._report_idle(settled.idle)
-        if not self._accept(finite):
-            self._sharding.drop_gradients()
-            self._window, self._window_open = _Window(), False
+        try:
+            accepted = self._accept(finite)
+        except NonFiniteError:
+            self._forget_window()
+            raise
+        if not accepted:
+            self._forget_window()
             self.skipped_steps += 1
             return False
         for part in self._sharding.slices():
@@ -233,11 +241,14 @@ class Engine:
             self._sharding.combine,
         )
         self._sharding.publish()
-        self._sharding.drop_gradients()
-        self._window, self._window_open = _Window(), False
+        self._forget_window()
         self.steps += 1
         self._rate.advance()
         return True
+
+    def _forget_window(self) -> None:
+        self._sharding.drop_gradients()
+        self._window, self._window_open = _Window(), False
 
     def _unscale(self, total_weight: float) -> float:
         """What the stored gradient is multiplied by to be the gradient of the mean loss."""

@@ -42,6 +42,7 @@ _WARM = (
     "pytest",
     "numba",
     "pydantic",
+    "torch._dynamo",  # which the first torch optimizer of a process imports, for seconds
     "torch.distributed.device_mesh",
     "torch.utils.checkpoint",
     "trilithon.engine.build",

@@ -24,7 +24,6 @@ def initial_values(unit: Unit, comm: Collectives, device: torch.device) -> Tenso
     values = resident(unit.layout.padded, dtype, device)
     equal_already = True
     for field, param in zip(unit.layout.fields, unit.params, strict=True):
-        refuse_unready(field.name, param)
         whole = built_values(param)
         if whole is None:
             equal_already = False

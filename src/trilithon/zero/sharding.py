@@ -85,6 +85,8 @@ class ZeroSharding:
         self._step, self._micro, self._window_open = -1, -1, False
         self._deferred = self._abandoned = False
         self.entries = list(grouping.entries_of(model, group_of, precisions.low))
+        for entry in self.entries:
+            refuse_unready(entry.name, entry.param)
         self._frozen = [entry for entry in self.entries if not entry.param.requires_grad]
         self.units = [self._make_unit(plan, index) for index, plan in enumerate(self._plans(model, settings))]
         self._replicate_frozen()
@@ -182,7 +184,6 @@ class ZeroSharding:
         inside = {id(param) for unit in self.units for param in unit.params}
         self._outside = [entry for entry in self.entries if id(entry.param) not in inside]
         for entry in self._outside:
-            refuse_unready(entry.name, entry.param)
             built = built_values(entry.param)
             initial = (entry.param.data if built is None else built).to(self._device, entry.dtype).contiguous()
             self._comm.control.broadcast(initial, 0, Tag("initial values", (entry.name,))).wait()
