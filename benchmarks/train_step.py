@@ -4,8 +4,8 @@ The model (a GPT), its initial values, the data and AdamW's settings are the sam
 losses be. Every system runs in processes of its own, one thread a rank, on the CPU. Several systems are kept alive
 together and stepped in turn, the reference always among them, so that noise of the machine hits all alike; ratios are
 taken turn by turn. Where the kernel permits, a system has a network namespace of its own, and the counter of its
-loopback device says what it sent. (trilithon's ranks of one machine read each other's memory instead, which no counter
-sees: its own ledger counts them, and the variant +tcp sends them through sockets.)
+loopback device says what it sent. (trilithon's ranks of one machine read messages of 4 MiB and more from each
+other's memory, which no counter sees: its own ledger counts them, and the variant +tcp sends them through sockets.)
 
     python benchmarks/train_step.py --size tiny --only ddp-fp32 'trilithon-*-fp32'
     python benchmarks/train_step.py --size 50m --reference ddp-amp --only 'fsdp2-*-bf16' 'trilithon-*-bf16'
@@ -19,6 +19,7 @@ Rows are appended to benchmarks/results/train_step.jsonl. The exit status is 1 i
 from __future__ import annotations
 
 import argparse
+import functools
 import signal
 import sys
 from collections.abc import Sequence
@@ -58,8 +59,7 @@ def run_time(options: argparse.Namespace, plan: Plan, systems: Sequence[System],
     everything: list[Measured] = []
     cut = groups(systems, options.reference, options.group, known)
     for number, members in enumerate(cut):
-        label = f"group {number + 1} of {len(cut)}"
-        found = run_group(members, shape, plan, lambda text, label=label: progress.print(f"{label}: {text}"))
+        found = run_group(members, shape, plan, functools.partial(progress.print, f"group {number + 1} of {len(cut)}:"))
         reference = found[0]
         fresh = [time_row(one, reference, shape, plan) for one in found if not one.error]
         for row in fresh:

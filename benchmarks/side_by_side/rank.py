@@ -107,7 +107,7 @@ def _guarded(spec: dict[str, Any], number: int, world_size: int, line: socket.so
     finally:
         sys.stdout.flush()
         if status:
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
         os._exit(status)
 

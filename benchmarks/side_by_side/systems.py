@@ -7,6 +7,7 @@ update. All of them use AdamW with the same settings, fused where torch has it.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from side_by_side.catalogue import System
 from side_by_side.shape import Shape
 from side_by_side.workload import build
 
-ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
 
 Step = Callable[[Sequence[Tensor]], float]
 
@@ -130,8 +131,7 @@ def trilithon(rank: Rank) -> Step:
 
 def deepspeed(rank: Rank) -> Step:
     """DeepSpeed, where it is installed. Clipping is always written out, as leaving it out does not mean none."""
-    import deepspeed as ds
-
+    ds: Any = importlib.import_module("deepspeed")
     system, stage = rank.system, rank.system.options["stage"]
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in ADAMW.items()}
     config: dict[str, Any] = {

@@ -55,7 +55,7 @@ def in_backward(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> tuple[list
 
 def test_what_has_arrived_is_landed_so_that_two_stay_in_flight(monkeypatch):
     before, after = in_backward(monkeypatch, arrives=True)
-    assert before == ["launch a", "launch b", "launch c", "launch d", "land a", "land b"]
+    assert before == ["launch a", "launch b", "launch c", "land a", "launch d", "land b"]
     assert after == ["land c", "land d"]
 
 
