@@ -50,9 +50,15 @@ class _Pending:
     """A collective in flight: wait for the bytes, then finish the arithmetic, once."""
 
     def __init__(
-        self, group: Group, call: Call, arrive: Callable[[], object], finish: Callable[[], None] | None
+        self,
+        group: Group,
+        call: Call,
+        arrive: Callable[[], object],
+        finish: Callable[[], None] | None,
+        completed: Callable[[], bool] | None = None,
     ) -> None:
         self._group = group
+        self._completed = completed  # for work on a stream, which can be asked
         self._call = call
         self._arrive: Callable[[], object] | None = arrive
         self._finish = finish
@@ -67,8 +73,8 @@ class _Pending:
         self._arrive = self._finish = None
 
     def done(self) -> bool:
-        """True once waited for: gloo does not tell earlier whether a message has arrived."""
-        return self._arrive is None
+        """On CUDA, whether the device is done; on gloo, which does not tell, whether it was waited for."""
+        return self._arrive is None or (self._completed is not None and self._completed())
 
 
 class Group:
@@ -249,7 +255,7 @@ class Group:
             return _DONE
         if self._watchdog is not None:
             self._watchdog.enter_streamed(call.kind, self._watched, call.tag, call.sequence, work.is_completed)
-        return _Pending(self, call, work.wait, finish)
+        return _Pending(self, call, work.wait, finish, work.is_completed)
 
     def _spread(self, call: Call, slices: list[Tensor]) -> Handle:
         """Send this rank's slice to all and receive theirs, in place."""

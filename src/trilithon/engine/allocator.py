@@ -1,8 +1,8 @@
 """Keep freed memory of large CPU tensors instead of giving it back to the system at once.
 
-Training frees and allocates the same sizes at every step. glibc returns large blocks to the kernel when they are freed,
-and the next step pays a page fault for every 4 KiB of them again. Raising two thresholds keeps the pages. What the
-process needs at its peak stays what it is; between peaks it keeps it.
+Training frees and allocates the same sizes at every step. glibc gives freed memory at the top of its heap back to the
+kernel, and the next step pays a page fault for every 4 KiB of it again; keeping it costs nothing at the peak. Blocks of
+`_LARGE_BYTES` and more are mapped one by one instead: in the heap they would leave holes that nothing fits into.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST = 2**31 - 4096  # mallopt takes an int
+_LARGE_BYTES = 8 << 20
+_NEVER = 2**31 - 4096  # mallopt takes an int
 
 
 def keep_freed_memory() -> bool:
@@ -29,4 +30,4 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(libc, "mallopt", None)
     if mallopt is None or not hasattr(libc, "gnu_get_libc_version"):
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST)) and bool(mallopt(_M_TRIM_THRESHOLD, _LARGEST))
+    return bool(mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER))

@@ -113,9 +113,13 @@ def _check(settings: Config, optimizer: AnyOptimizer | None, schedule: object) -
 
 
 def _device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cpu")
+    """The GPU that the launcher gave this rank, else the one that the program chose; it is the current one from now."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = os.environ.get("LOCAL_RANK")
+    if local_rank:
+        torch.cuda.set_device(int(local_rank) % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 @dataclass
@@ -186,9 +190,21 @@ def _sharding(  # noqa: PLR0917 (called once, with everything that build has mad
     wanted = settings.zero.accumulate_dtype
     accumulate = _DTYPES[wanted] if wanted else (torch.float32 if accumulation > 1 and low else None)
     wire = _DTYPES[settings.zero.comm_dtype] if settings.zero.comm_dtype else None
-    model.to(device) if device.type != "cpu" else None
+    if device.type != "cpu":
+        _move_buffers(model, device)
     precisions = Precisions(low, wire, accumulate)
     return ZeroSharding(model, lambda param: group_of[id(param)], settings.zero, comm, precisions, device)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Parameters follow unit by unit: whole, they need not fit on the device."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # by identity: a buffer that several modules share stays shared
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device)
+                module._buffers[name] = moved[buffer]
 
 
 def _update(

@@ -62,7 +62,7 @@ class _Window:
     """What has happened since the last step."""
 
     backwards: int = 0
-    loss: float = 0.0  # sum of losses, weighted where weights were given
+    loss: Tensor | float = 0.0  # [] f64, sum of losses; it stays on the device, so that no backward waits for it
     weight: float | None = None  # sum of weights, once one was given
 
 
@@ -169,7 +169,7 @@ class Engine:
         self._sharding.finish_backward()
         window.backwards += 1
         self.micro_steps += 1
-        window.loss += float(loss.detach())
+        window.loss = loss.detach().double().reshape(()) + window.loss
         if weight is not None:
             window.weight = (window.weight or 0.0) + float(weight)
 
@@ -211,7 +211,7 @@ class Engine:
             raise ProtocolError("step() without a backward: call engine.backward(loss) first.")
         if not self.at_boundary:
             return False
-        settled = self._sharding.settle([window.loss, window.weight or 0.0])
+        settled = self._sharding.settle([float(window.loss), window.weight or 0.0])
         try:
             scale = self._unscale(settled.extra[1])
         except ProtocolError:

@@ -229,7 +229,7 @@ class Builder:
                 self._close(id(param))
 
     def _refuse_changes(self, changed: Sequence[bool], params: Sequence[nn.Parameter]) -> None:
-        flags = torch.tensor(changed, dtype=torch.int32)
+        flags = torch.tensor(changed, dtype=torch.int32, device=params[0].device)  # where the group surely talks
         self._comm.all_reduce(flags, Tag("gathered() for reading"), ReduceOp.MAX).wait()
         guilty = [self._names[id(param)] for param, flag in zip(params, flags.tolist(), strict=True) if flag]
         if guilty:

@@ -7,7 +7,9 @@ unit and backward is issued on every rank, and no rank can wait for one that ano
 
 Waiting inside backward bounds memory. With gathers in the same backward (stage 3) it is only ever a courtesy, done by
 a thread of its own and given up after `PATIENCE_S`: a peer may be unable to issue its part before its own backward ends
-(a parameter without gradient there), and may need this rank's gathers to get that far.
+(a parameter without gradient there), and may need this rank's gathers to get that far. On CUDA waiting would not block
+this program but the stream on which the gathers queue up, with the same end; there the device is asked instead, and a
+unit is landed once it has arrived.
 (Bucketing and overlap: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.2.)
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -22,6 +25,7 @@ from trilithon.contracts import Collectives, Tag
 from trilithon.zero.gradients import UnitGradients
 
 PATIENCE_S = 1.0
+_ASK_EVERY_S = 5e-5
 IN_FLIGHT = 2  # reductions under way at the same time before backward pauses, with overlap
 
 
@@ -79,6 +83,7 @@ class ReductionQueue:
         self._gradients = list(gradients)
         self._control = control
         self._may_block = may_block
+        self._streamed = any(one.unit.flat.is_cuda for one in self._gradients)
         self._allowed = IN_FLIGHT if overlap else 0
         self._order = list(range(len(self._gradients)))[::-1]
         self._learned = control.world_size == 1
@@ -155,6 +160,11 @@ class ReductionQueue:
             if self._may_block:
                 self._flying.popleft().land()
                 continue
+            if self._streamed:
+                if not self._arrived(self._flying[0]):
+                    return
+                self._flying.popleft().land()
+                continue
             if self._lander is None:
                 self._lander = _Lander()
             if self._landing is None:
@@ -164,6 +174,16 @@ class ReductionQueue:
                 return
             self._landing = None
             self._flying.popleft()
+
+    def _arrived(self, gradients: UnitGradients) -> bool:
+        """Whether the reduction has arrived, asked for as long as patience lasts in this backward."""
+        until = time.monotonic() + (PATIENCE_S if self._patient else 0.0)
+        while not gradients.done():
+            if time.monotonic() >= until:
+                self._patient = False
+                return False
+            time.sleep(_ASK_EVERY_S)
+        return True
 
     def _tag(self, index: int) -> Tag:
         return self._gradients[index].unit.tag(*self._at)

@@ -339,12 +339,12 @@ class ZeroSharding:
     def _sum(self, numbers: Sequence[float], what: str) -> list[float]:
         vector = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         self._comm.control.all_reduce(vector, Tag(what, step=self._step)).wait()
-        return [float(value) for value in vector]
+        return [float(value) for value in vector.tolist()]  # one wait for the device, not one per element
 
     def _any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
         vector = torch.tensor(flags, dtype=torch.int32, device=self._device)
         self._comm.control.all_reduce(vector, Tag(what, step=self._step), ReduceOp.MAX).wait()
-        return [bool(value) for value in vector]
+        return [bool(value) for value in vector.tolist()]
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Collective: one small value from every rank, in rank order."""
