@@ -9,10 +9,10 @@ import weakref
 
 import pytest
 import torch
-from against_plain import STAGES, engine_for, train_engine
 from torch import nn
 
 import trilithon
+from against_plain import STAGES, engine_for, train_engine
 from trilithon.errors import ConfigError
 from trilithon.testing import ranks
 from trilithon.testing.models import MLP
