@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "trilithon"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 # Announced, and not written yet.
-NOT_YET = {"performance.md", "data.md", "train.md", "optim.md", "zero.md", "parity.md"}
+NOT_YET = {"performance.md"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
