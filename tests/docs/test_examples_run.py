@@ -15,7 +15,7 @@ SCRIPTS = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name 
 LIMIT_S = 150
 
 
-def run(*arguments: str) -> str:
+def run(folder: Path, *arguments: str) -> str:
     source = f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     ended = subprocess.run(
@@ -24,6 +24,7 @@ def run(*arguments: str) -> str:
         text=True,
         timeout=LIMIT_S,
         check=False,
+        cwd=folder,
         env={**environment, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
@@ -36,9 +37,9 @@ def test_there_are_examples():
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_example_runs(script, num_ranks):
+def test_the_example_runs(script, num_ranks, tmp_path):
     several = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
-    said = run(*(several if num_ranks > 1 else ()), str(script))
+    said = run(tmp_path, *(several if num_ranks > 1 else ()), str(script))
     assert re.search(r"\d+ steps", said)
     if script.name == "minimal.py":
         steps, ranks, loss = re.search(r"(\d+) steps on (\d) ranks, loss ([\d.]+)", said).groups()

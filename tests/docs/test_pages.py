@@ -13,7 +13,7 @@ from trilithon.engine.capabilities import compatibility_table
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "trilithon"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-# Written once every measurement is in.
+# Announced, and not written yet.
 NOT_YET = {"performance.md"}
 
 
@@ -27,7 +27,8 @@ def test_links_between_pages_lead_somewhere(page):
 
 def test_the_index_lists_every_page():
     listed = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
-    assert listed - NOT_YET == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} - NOT_YET
+    there = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert there <= listed <= there | NOT_YET
 
 
 def test_the_map_names_every_package():

@@ -71,6 +71,7 @@ PACKAGES = (
     "optim",
     "pretrain",
     "testing",
+    "tiers",
     "zero",
 )
 

@@ -160,18 +160,27 @@ class Watchdog:
         if self._own is not None and self._failure is None:
             with suppress(RuntimeError):  # the store's host may have ended already
                 self._own.leave(replace(self._state(), status=Status.LEFT, where=""))
-        self._wake.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=2.0)
+        self._stop_thread()
         self._waits.clear()
         self._streamed.clear()
         self._journals.clear()
+
+    def _stop_thread(self) -> None:
+        """A thread still inside a call of the store when the interpreter goes away would end the process by SIGABRT."""
+        self._closed = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=2.0)
 
     def program_ends(self) -> None:
         """Called when the interpreter exits: an error in flight is reported, and otherwise that this rank left.
 
         Rank 0, whose process may host the store, stays a moment for ranks that still wait.
         """
+        self._tell_of_the_end()
+        self._stop_thread()
+
+    def _tell_of_the_end(self) -> None:
         if self._own is None or self._closed or self._failure is not None:
             return
         error = _error_in_flight()

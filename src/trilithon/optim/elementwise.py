@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from trilithon.contracts import ReduceOp, Slice, SyncMode

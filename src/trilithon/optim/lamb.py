@@ -17,9 +17,9 @@ from trilithon.contracts import ReduceOp, Shard, Slice, SyncMode
 from trilithon.kernels import sum_of_squares
 from trilithon.kernels.chunks import chunks
 from trilithon.optim.elementwise import Settings, read_updates
-from trilithon.tiers import filled
 from trilithon.optim.formulas import lamb_direction, lamb_moments_, lamb_ratio
 from trilithon.optim.participation import Participation, cut
+from trilithon.tiers import filled
 
 _NAME = "lamb"
 
