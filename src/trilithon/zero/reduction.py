@@ -26,7 +26,7 @@ from trilithon.zero.gradients import UnitGradients
 
 PATIENCE_S = 1.0
 _ASK_EVERY_S = 5e-5
-IN_FLIGHT = 2  # reductions under way at the same time before backward pauses, with overlap
+IN_FLIGHT = 1  # reductions under way at the same time before backward pauses, with overlap
 
 
 class _Landing:
