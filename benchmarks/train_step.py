@@ -82,7 +82,7 @@ def report(found: Sequence[Measured]) -> int:
         disagree |= not within
         kind = f"{dtype}, accumulation {accumulation}, clip {clip:g}"
         console.print(
-            f"losses of {kind}: at most {worst:.2g} apart {f'({whose})' if whose else ''}; "
+            f"losses of {kind}: at most {worst:.2g} apart{f' ({whose})' if whose else ''}; "
             f"{'within' if within else 'NOT within'} the tolerance of {TOLERANCE[dtype]:g}"
         )
     return int(bool(failed) or disagree)
