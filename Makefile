@@ -8,7 +8,7 @@ CODE := src tests benchmarks examples
 # What `make quickstart` trains: on this Python's own library, because every machine has that text.
 TEXT ?= $(shell $(PYTHON) -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 RUN ?= runs/quickstart
-QUICKSTART_FLAGS ?= --suffix .py --max-tokens 5000000 --nproc 2 --zero-stage 3 --steps 600 --out $(RUN) --overwrite
+QUICKSTART_FLAGS ?= --suffix .py --max-tokens 5000000 --nproc 2 --zero-stage 3 --steps 300 --out $(RUN) --overwrite
 PYTEST_FLAGS ?=
 BENCH ?= $(wildcard benchmarks/*.py)
 

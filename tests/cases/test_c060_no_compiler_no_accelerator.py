@@ -33,7 +33,7 @@ assert "torch" not in sys.modules, "importing the package imported torch"
 import importlib, pkgutil
 imported = []
 for found in pkgutil.walk_packages(trilithon.__path__, "trilithon."):
-    if not found.name.endswith("__main__"):
+    if not found.name.endswith(("__main__", "_triton")):  # written in Triton's language, imported when it is asked for
         importlib.import_module(found.name)
         imported.append(found.name)
 import torch
