@@ -99,7 +99,7 @@ def options(
         bool, typer.Option("--traceback", help="Show the traceback of an error (or set TRILITHON_TRACEBACK=1).")
     ] = False,
 ) -> None:
-    """Train PyTorch models far larger than the memory they are given.
+    """Train PyTorch models whose state does not fit on one device: ZeRO stages 0 to 3, mixed precision.
 
     `trilithon COMMAND --help` explains one command.
     """

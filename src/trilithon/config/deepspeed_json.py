@@ -153,8 +153,8 @@ class _Reader:
             self.draft.unfinished = True
             self.draft.problem(
                 key,
-                f'{key}="auto": nothing supplies its value; write one, or pass auto={{"{key}": ...}}, or leave the key '
-                "out",
+                f'{key}="auto": nothing supplies its value; write one, leave the key out, or pass '
+                f'auto={{"{key}": ...}} (on the command line: trilithon check --auto {key}=VALUE)',
             )
 
     def walk(self, block: Mapping[Any, Any], table: Mapping[str, Entry], prefix: str) -> None:

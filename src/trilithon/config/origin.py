@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -101,7 +101,9 @@ class Draft:
             del self.sources[old]
         self.sources[key] = source
         if isinstance(value, Mapping):
-            self.sources.update({f"{key}.{path}": source for path, _ in leaves(value)})
+            for path, _ in leaves(value):
+                below = f"{key}.{path}"
+                self.sources[below] = replace(source, key=below) if source.kind == "override" else source
 
     def source_of(self, key: str) -> Source:
         """The source of a leaf of the finished configuration."""

@@ -82,9 +82,17 @@ class Config(Section):  # noqa: PLW1641 (pydantic gives frozen classes their __h
         auto: Mapping[str, Any] | None = None,
         expected: Mapping[str, Any] | None = None,
         deepspeed_release: str = "0.19",
+        name: str = "config",
     ) -> Config:
         """Read a configuration; the arguments are those of `examine`. Raises one ConfigError listing all problems."""
-        found = examine(source, overrides=overrides, auto=auto, expected=expected, deepspeed_release=deepspeed_release)
+        found = examine(
+            source,
+            overrides=overrides,
+            auto=auto,
+            expected=expected,
+            deepspeed_release=deepspeed_release,
+            name=name,
+        )
         raise_if_any(list(found.problems))
         assert found.config is not None, "a configuration without problems was built"
         return found.config
@@ -127,6 +135,7 @@ def examine(
     auto: Mapping[str, Any] | None = None,
     expected: Mapping[str, Any] | None = None,
     deepspeed_release: str = "0.19",
+    name: str = "config",
 ) -> Examined:
     """Read a configuration and report instead of raising.
 
@@ -136,9 +145,10 @@ def examine(
     expected: values the caller computed from its own arguments, by dotted key of the file's own format; each "auto" is
         filled from them and each different value is a problem.
     deepspeed_release: "0.19" or "0.16", whose defaults a DeepSpeed file relies on.
+    name: what messages call a dict, such as the file that it was read from.
     """
     check_release(deepspeed_release)
-    draft, form = _draft(source, auto or {}, expected or {}, deepspeed_release)
+    draft, form = _draft(source, auto or {}, expected or {}, deepspeed_release, name)
     _apply_overrides(draft, overrides or {})
     if form == "deepspeed":
         check_batch(draft)
@@ -163,7 +173,7 @@ def explain(config: Config) -> list[Origin]:
 
 
 def _draft(
-    source: object, auto: Mapping[str, Any], expected: Mapping[str, Any], release: str
+    source: object, auto: Mapping[str, Any], expected: Mapping[str, Any], release: str, name: str
 ) -> tuple[Draft, Literal["native", "deepspeed"]]:
     """The native draft of any source, still unchecked, and the format it was written in."""
     if isinstance(source, Config):
@@ -175,27 +185,27 @@ def _draft(
         raw, where = sources.read(source)
         kind: OriginKind = "file"
     elif isinstance(source, Mapping):
-        where, kind = "config", "argument"
+        where, kind = name, "argument"
         try:
             raw = plain(source)
         except RecursionError:
-            raise ConfigError("config: its blocks are nested without end; give a finite dict.") from None
+            raise ConfigError(f"{name}: its blocks are nested without end; give a finite dict.") from None
     else:
         raise ConfigError(
             f"a configuration cannot be read from {show(source)} ({kind_of(source)}): give a path, JSON text, a dict "
             "or a Config."
         )
     draft = Draft(where)
-    for name in [name for name in raw if not isinstance(name, str)]:
-        draft.problem(show(name), f"{show(name)}: a key must be text, not {kind_of(name)}")
-    raw = {name: value for name, value in raw.items() if isinstance(name, str)}
-    draft.private = {name: raw.pop(name) for name in list(raw) if name.startswith("_") or name == "$schema"}
+    for key in [key for key in raw if not isinstance(key, str)]:
+        draft.problem(show(key), f"{show(key)}: a key must be text, not {kind_of(key)}")
+    raw = {key: value for key, value in raw.items() if isinstance(key, str)}
+    draft.private = {key: raw.pop(key) for key in list(raw) if key.startswith("_") or key == "$schema"}
     form = recognise(raw, Config.model_fields, draft)
     if form == "deepspeed":
         read_deepspeed(raw, draft, native=Config.model_fields, auto=auto, expected=expected, release=release)
         return draft, form
     if draft.problems:  # keys of both formats: those of the other one are not reported again
-        raw = {name: value for name, value in raw.items() if name in Config.model_fields}
+        raw = {key: value for key, value in raw.items() if key in Config.model_fields}
     draft.values = raw
     draft.sources = {key: Source(kind, where, key) for key, _ in leaves(raw)}
     _compare(draft, expected)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
+import os
 import sys
 from typing import Any
 
@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 
 from trilithon import kernels
-
-_SUFFIXES = ("triton", "numba", "torch")  # fastest first
 
 
 def backends() -> dict[str, bool]:
@@ -54,14 +52,15 @@ def cpu() -> dict[str, Any]:
 def kernel_paths() -> dict[str, dict[str, Any]]:
     """For each kernel: the implementations there are, and the one taken here on CPU tensors.
 
-    An implementation of `name` is a function `name_torch`, `name_numba` or `name_triton` beside it. One in numba is
-    taken where numba is installed; one in triton only for tensors on an accelerator.
+    `name_torch` runs anywhere. Beside it, a loop without the suffix of `name` is compiled by numba where that is
+    installed, and a module `..._triton` holds a version for accelerators. TRILITHON_KERNELS=torch turns loops off.
     """
+    compiler = importlib.util.find_spec("numba") is not None and os.environ.get("TRILITHON_KERNELS") != "torch"
     found: dict[str, dict[str, Any]] = {}
     for name in kernels.__all__:
         home = sys.modules[getattr(kernels, name).__module__]
-        there = [suffix for suffix in _SUFFIXES if hasattr(home, f"{name}_{suffix}")]
-        usable = [suffix for suffix in there if suffix == "torch" or importlib.util.find_spec(suffix) is not None]
-        on_cpu = next((suffix for suffix in usable if suffix != "triton"), None)
-        found[name] = {"implementations": there, "cpu": on_cpu}
+        looped = hasattr(home, f"{name.removesuffix('_step')}_loop")
+        on_gpu = importlib.util.find_spec(f"{home.__name__}_triton") is not None
+        there = [kind for kind, is_there in (("triton", on_gpu), ("numba", looped), ("torch", True)) if is_there]
+        found[name] = {"implementations": there, "cpu": "numba" if looped and compiler else "torch"}
     return found

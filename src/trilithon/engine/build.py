@@ -27,7 +27,7 @@ from trilithon.engine import capabilities
 from trilithon.engine.allocator import keep_freed_memory
 from trilithon.engine.engine import Engine, Parts
 from trilithon.engine.monitor import Monitor
-from trilithon.errors import ConfigError
+from trilithon.errors import ConfigError, ProtocolError
 from trilithon.optim.build import make_update
 from trilithon.optim.groups import AnyOptimizer, OptimizerSettings, groups_of
 from trilithon.optim.groups import Group as ParameterGroup
@@ -35,6 +35,7 @@ from trilithon.optim.learning_rate import AnySchedule, LearningRate
 from trilithon.optim.loss_scale import DynamicScale, NoScale, StaticScale
 from trilithon.zero.grouping import FROZEN
 from trilithon.zero.materialize import materialize_meta
+from trilithon.zero.sharded_parameter import ShardedParameter, find_owner
 from trilithon.zero.sharding import Communicators, Precisions, ZeroSharding
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,7 +59,8 @@ def initialize(
     lr_schedule: a torch scheduler over that optimizer, or a function from step to rate; None for `config.lr_schedule`.
     mesh: a DeviceMesh with an axis "data", or of one axis; None for all ranks. parameters: groups for
         `config.optimizer` or an optimizer class, as torch.optim takes them.
-    Raises ConfigError for every setting that does not fit, before anything is communicated.
+    Raises ConfigError for every setting that does not fit, before anything is communicated, and ProtocolError for a
+    model that another engine still trains.
     """
     settings = Config.load(config if config is not None else {})
     if not isinstance(model, nn.Module):
@@ -71,6 +73,7 @@ def initialize(
     chosen: AnyOptimizer | None = optimizer if optimizer is not None else settings.optimizer
     schedule = lr_schedule if lr_schedule is not None else settings.lr_schedule
     _check(settings, chosen, schedule)
+    _refuse_taken(model)
     groups = groups_of(model, chosen, parameters) if chosen is not None else []
     distributed = init_distributed(settings.comm.backend, settings.comm.timeout_s)
     device = _device()
@@ -115,6 +118,16 @@ def _check(settings: Config, optimizer: AnyOptimizer | None, schedule: object) -
         return
     kind = optimizer.kind if isinstance(optimizer, OptimizerSettings) else "foreign"
     capabilities.require_compatible([capabilities.zero_stage(settings.zero.stage), capabilities.update_rule(kind)])
+
+
+def _refuse_taken(model: nn.Module) -> None:
+    """A parameter is a view of one engine's buffers, so another engine cannot train it. (A notebook cell run twice.)"""
+    for name, param in model.named_parameters():
+        if isinstance(find_owner(param), ZeroSharding) and (param.requires_grad or isinstance(param, ShardedParameter)):
+            raise ProtocolError(
+                f"parameter '{name}' belongs to an engine that was not closed. Call close() on that engine before this "
+                "model gets another one, or build the model anew."
+            )
 
 
 def _device() -> torch.device:

@@ -299,6 +299,11 @@ class Engine:
         forward(engine, batch) -> loss; without it the batch is passed on (a dict as keywords, a tuple or list as
         arguments) and the output's loss is taken: a scalar, `.loss`, ["loss"], or the first element.
         """
+        if isinstance(batches, Mapping | Tensor):
+            raise ProtocolError(
+                f"train_step takes a list of micro-batches and got one {type(batches).__name__}: write "
+                "engine.train_step([batch])."
+            )
         if len(batches) != self.accumulation:
             raise ProtocolError(
                 f"train_step got {len(batches)} micro-batches, and batch.accumulation is {self.accumulation}."

@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -25,7 +26,7 @@ from trilithon.config import Config, MonitorConfig
 from trilithon.data import Loader, TextCorpus, TokenBlocks, prepare_text
 from trilithon.engine.engine import Engine
 from trilithon.engine.monitor import Monitor
-from trilithon.errors import ConfigError
+from trilithon.errors import CheckpointError, ConfigError, TrilithonError
 from trilithon.models import GPT
 from trilithon.pretrain.agreement import Agreement
 from trilithon.pretrain.artifacts import SHAPE, TOKENIZER, WEIGHTS, save_model, with_tied_names, write_whole
@@ -62,12 +63,41 @@ class _Job:
         group = Group(own_process_group(make_mesh()) if distributed else None, name="pretrain")
         self.agreement = Agreement(group)
         self.out = self.agreement.on_first_rank(lambda: _make_folder(config), "pretrain.folder")
+        try:
+            self._settle()
+        except TrilithonError:
+            if self.agreement.rank == 0:
+                with suppress(OSError):  # not ours if something is in it
+                    self.out.rmdir()
+            raise
+
+    def _settle(self) -> None:
+        """Data, shapes and sizes; only when all of them fit is the folder marked as that of a run."""
+        config = self.config
         manifest = self.agreement.on_first_rank_of_host(lambda: _prepare(config), "pretrain.prepare_text")
         self.corpus = TextCorpus.open(manifest)
         self.shape = config.model.shape(self.corpus.manifest.vocab_size)
         self.train = TokenBlocks(self.corpus.train, self.shape.context)
         self.held_out = TokenBlocks(self.corpus.held_out, self.shape.context)
         self.batch = config.engine.batch.resolve(self.agreement.world_size)
+        self.agreement.on_first_rank(self._open_folder, "pretrain.folder")
+
+    def _open_folder(self) -> None:
+        """Room for the weights is asked for now: after the last step it would be too late."""
+        needed = (4 if self.config.engine.precision.kind == "fp32" else 2) * self.shape.num_parameters()
+        try:
+            for path in _results_in(self.out):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            free = shutil.disk_usage(self.out).free
+        except OSError as error:
+            raise ConfigError(f"--out {self.out} cannot be used ({error.strerror}). Give another folder.") from error
+        if free < needed:
+            raise CheckpointError(
+                f"The disk of {self.out} has {free:,} bytes free, and the weights at the end take {needed:,}. Free "
+                "some space or give another folder with --out."
+            )
+        text = self.config.model_dump_json(indent=1).encode()
+        write_whole(self.out / CONFIG, lambda stream: stream.write(text))
 
     def run(self) -> Report:
         torch.manual_seed(self.config.engine.seed)
@@ -189,21 +219,22 @@ class _Job:
 
 
 def _make_folder(config: PretrainConfig) -> Path:
-    """The run's folder, empty of results, with its configuration in it."""
+    """The run's folder. A run that it holds stays until this one can begin."""
     out = config.run.out or Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
-    old = [out / name for name in _RESULTS if (out / name).exists()]
+    old = _results_in(out)
     if old and not config.run.overwrite:
         raise ConfigError(
             f"{out} already holds a run ({old[0].name}). Give another --out, or --overwrite to replace it."
         )
     try:
-        for path in old:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be used ({error.strerror}). Give another folder.") from error
-    write_whole(out / CONFIG, lambda stream: stream.write(config.model_dump_json(indent=1).encode()))
     return out
+
+
+def _results_in(out: Path) -> list[Path]:
+    return [out / name for name in _RESULTS if (out / name).exists()]
 
 
 def _prepare(config: PretrainConfig) -> Path:

@@ -133,6 +133,7 @@ class TrainLoop:
                 "skipped_steps": float(self.engine.skipped_steps),
                 **{f"memory/{name}": float(size) for name, size in self.memory.items()},
             },
+            always=step in (1, self.steps),  # so that a short run has a curve, too
         )
         latest = self.history.validation[-1][1] if self.history.validation else math.nan
         self.display.step(StepView(step, loss, lr, norm, tokens_per_s, self.memory, latest))

@@ -16,6 +16,8 @@ from pydantic import Field, ValidationError
 from trilithon.config import Config, Fp16
 from trilithon.config.base import Count, Flag, NonNegativeReal, Positive, PositiveReal, Section, describe, dotted
 from trilithon.config.naming import unknown_keys
+from trilithon.config.origin import Problem, raise_if_any
+from trilithon.config.root import examine
 from trilithon.config.sources import read
 from trilithon.errors import ConfigError
 from trilithon.models.settings import GPTConfig, preset
@@ -120,50 +122,66 @@ def load_pretrain(
     Raises ConfigError listing what is wrong.
     """
     raw: dict[str, Any] = {}
-    if source is not None:
-        raw = dict(source) if isinstance(source, Mapping) else read(source)[0]
+    where = "config"
+    if isinstance(source, Mapping):
+        raw = dict(source)
+    elif source is not None:
+        raw, where = read(source)
     blocks = {name: raw.pop(name, {}) for name in _OWN}
     given = dict(overrides or {})
     own = {key: given.pop(key) for key in list(given) if key.partition(".")[0] in _OWN}
-    data = _section("data", blocks["data"], own)
-    model = _section("model", blocks["model"], own)
-    run = _section("run", blocks["run"], own)
+    problems: list[Problem] = []
+    data, model, run = (_section(name, blocks[name], own, where, problems) for name in _OWN)
+    problems += examine(raw, overrides=_without_partial_choices(given), name=where).problems
+    raise_if_any(problems)
     assert isinstance(data, DataConfig) and isinstance(model, ModelConfig) and isinstance(run, RunConfig)
     if data.tokenizer == "bpe" and data.vocab_size is None:
         data = DataConfig(**{**data.model_dump(), "vocab_size": 4096})
     if not data.paths:
         raise ConfigError("no data is given: pass --data with files, folders or patterns, or data.paths in the file.")
     model.shape(data.vocab_size or 257)  # numbers that do not go together are found before any process starts
-    return PretrainConfig(data=data, model=model, run=run, engine=_engine(raw, given, run.steps))
+    return PretrainConfig(data=data, model=model, run=run, engine=_engine(raw, given, run.steps, where))
 
 
-def _section(name: str, block: Any, overrides: Mapping[str, Any]) -> Section:
-    """One of our own blocks with its overrides; problems are reported under dotted keys."""
+def _section(
+    name: str, block: Any, overrides: Mapping[str, Any], where: str, problems: list[Problem]
+) -> Section | None:
+    """One of our own blocks with its overrides; None after adding its problems, under dotted keys."""
     if not isinstance(block, Mapping):
-        raise ConfigError(f"{name}: must be a block of keys, not {block!r}.")
-    values = dict(block)
+        problems.append(Problem(where, name, f"{name}: must be a block of keys, not {block!r}."))
+        return None
+    values, changed = dict(block), set()
     for key, value in overrides.items():
         first, _, rest = key.partition(".")
         if first == name:
             if not rest:
-                raise ConfigError(f"{name} is a block: set one of its keys, such as {name}.{_first_key(name)}.")
+                text = f"{name} is a block: set one of its keys, such as {name}.{_first_key(name)}."
+                problems.append(Problem("override", name, text))
+                return None
             values[rest] = value
-    problems = [f"{name}.{key}: {text}" for key, text in unknown_keys(values, _OWN[name])]
-    if not problems:
-        try:
-            return _OWN[name].model_validate(values)
-        except ValidationError as error:
-            problems = [describe(dotted((name, *item["loc"])), item) for item in error.errors()]
-    raise ConfigError("\n".join(problems))
+            changed.add(rest)
+
+    def add(key: str, text: str) -> None:
+        problems.append(Problem("override" if key.partition(".")[0] in changed else where, f"{name}.{key}", text))
+
+    unknown = list(unknown_keys(values, _OWN[name]))
+    for key, text in unknown:
+        add(key, f"{name}.{key}: {text}")
+    try:
+        return _OWN[name].model_validate({key: value for key, value in values.items() if key not in dict(unknown)})
+    except ValidationError as error:
+        for item in error.errors():
+            add(str(item["loc"][0]), describe(dotted((name, *item["loc"])), item))
+        return None
 
 
 def _first_key(name: str) -> str:
     return next(iter(_OWN[name].model_fields))
 
 
-def _engine(raw: Mapping[str, Any], given: Mapping[str, Any], steps: int) -> Config:
+def _engine(raw: Mapping[str, Any], given: Mapping[str, Any], steps: int, where: str) -> Config:
     """The engine's part: what the file leaves open gets values that train a language model."""
-    written = Config.load(raw, overrides=_without_partial_choices(given))
+    written = Config.load(raw, overrides=_without_partial_choices(given), name=where)
     settings: dict[str, Any] = {}
     if written.optimizer is None and _kind(given, "optimizer") in (None, "adamw"):
         settings["optimizer"] = {"kind": "adamw", "lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
@@ -184,7 +202,7 @@ def _engine(raw: Mapping[str, Any], given: Mapping[str, Any], steps: int) -> Con
     sinks = {"jsonl": True, "csv": True, "tensorboard": find_spec("tensorboard") is not None}
     settings["monitor"] = {name: on for name, on in sinks.items() if name not in written.monitor.model_fields_set}
     _merge(settings, _nested(given))
-    return Config.load(raw, overrides=settings)
+    return Config.load(raw, overrides=settings, name=where)
 
 
 def _kind(given: Mapping[str, Any], block: str) -> Any:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import time
 from pathlib import Path
 
@@ -53,6 +54,17 @@ def test_every_kernel_has_a_path_on_cpu():
     for name, path in paths.items():
         assert "torch" in path["implementations"], name
         assert path["cpu"] in ("torch", "numba")
+
+
+def test_the_path_named_for_a_kernel_is_the_one_taken(monkeypatch):
+    """All kernels have a loop for numba; Adam has a version in Triton as well."""
+    paths = torch_facts.kernel_paths()
+    compiler = importlib.util.find_spec("numba") is not None
+    assert {path["cpu"] for path in paths.values()} == {"numba" if compiler else "torch"}
+    assert paths["adam_step"]["implementations"] == ["triton", "numba", "torch"]
+    assert paths["sum_of_squares"]["implementations"] == ["numba", "torch"]
+    monkeypatch.setenv("TRILITHON_KERNELS", "torch")
+    assert {path["cpu"] for path in torch_facts.kernel_paths().values()} == {"torch"}
 
 
 def test_the_disk_test_leaves_nothing_behind(tmp_path):

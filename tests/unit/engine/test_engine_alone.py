@@ -90,3 +90,22 @@ def test_counters_and_properties_follow_the_steps():
     assert (engine.steps, engine.micro_steps, engine.global_samples) == (2, 4, 4)
     assert engine.clip_factor == pytest.approx(1e-3 / (engine.grad_norm + 1e-6)) and engine.loss_scale == 1.0
     assert set(engine.memory()) == {"parameters", "gradients", "master", "optimizer", "in_flight"}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_has_one_engine_at_a_time(stage):
+    model, config = MLP(), {"optimizer": SGD, "zero": {"stage": stage}}
+    first = trilithon.initialize(model, config)
+    with pytest.raises(
+        ProtocolError, match=r"'layers\.0\.weight' belongs to an engine that was not closed\. Call close"
+    ):
+        trilithon.initialize(model, config)
+    first.close()
+    trilithon.initialize(model, config).close()
+
+
+def test_one_batch_is_not_taken_for_a_list_of_micro_batches():
+    with trilithon.initialize(MLP(), {"optimizer": SGD}) as engine:
+        for batch in ({"x": torch.ones(2, 16), "target": torch.ones(2, 4)}, torch.ones(2, 16)):
+            with pytest.raises(ProtocolError, match=r"write engine.train_step\(\[batch\]\)"):
+                engine.train_step(batch)

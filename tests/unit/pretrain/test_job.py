@@ -62,14 +62,14 @@ def test_records_hold_the_steps_and_the_evaluations(source, tmp_path):
     report = run(settings(source, out))
     training = [record for record in records(out) if "loss" in record]
     validation = [record for record in records(out) if "validation/loss" in record]
-    assert [record["step"] for record in training] == [3, 6, 9, 12]
+    assert [record["step"] for record in training] == [1, 3, 6, 9, 12]
     assert [record["step"] for record in validation] == [5, 10, 12]
     assert validation[-1]["validation/loss"] == report.validation_loss
-    assert training[0]["tokens"] == 3 * 4 * 32 and training[0]["lr"] > 0 and training[0]["grad_norm"] > 0
+    assert training[1]["tokens"] == 3 * 4 * 32 and training[1]["lr"] > 0 and training[1]["grad_norm"] > 0
     assert {"memory/parameters", "memory/optimizer"} <= set(training[0])
     events = EventAccumulator(str(out / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Scalars("loss")] == [3, 6, 9, 12]
+    assert [event.step for event in events.Scalars("loss")] == [1, 3, 6, 9, 12]
     rows = (out / "csv" / "loss.csv").read_text().splitlines()[1:]
     assert [float(row.split(",")[2]) for row in rows] == [record["loss"] for record in training]
 
@@ -120,7 +120,27 @@ def test_a_folder_with_a_run_is_not_overwritten_unless_asked(source, tmp_path):
     with pytest.raises(ConfigError, match=r"already holds a run .*--overwrite"):
         run(settings(source, out))
     run(settings(source, out, **{"run.overwrite": True, "run.steps": 3}))
-    assert [record["step"] for record in records(out)] == [3, 3], "nothing of the old run is left"
+    assert [record["step"] for record in records(out)] == [1, 3, 3], "nothing of the old run is left"
+
+
+def test_what_was_refused_before_training_does_not_hold_the_folder(source, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(DataError, match="does not exist"):
+        run(settings(tmp_path / "absent", out))
+    assert not out.exists()
+    run(settings(source, out, **{"run.steps": 1}))
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    with pytest.raises(DataError, match="does not exist"):
+        run(settings(tmp_path / "absent", out, **{"run.overwrite": True}))
+    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before, "the old run is still there"
+
+
+def test_a_disk_without_room_for_the_weights_is_refused_before_training(source, tmp_path, monkeypatch):
+    real = job_module.shutil.disk_usage
+    monkeypatch.setattr(job_module.shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
+    with pytest.raises(CheckpointError, match=r"1,000 bytes free, and the weights at the end take 460,288\. Free some"):
+        run(settings(source, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_named(source, tmp_path):

@@ -125,6 +125,24 @@ def test_what_is_wrong_is_named_with_its_key(overrides, words):
         load_pretrain(overrides=overrides)
 
 
+def test_all_that_is_wrong_comes_in_one_message_with_the_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[data]\npaths = ["x"]\ntokenizer = "words"\n[run]\nstepz = 1\n[zero]\nstge = 3\n')
+    with pytest.raises(ConfigError) as caught:
+        load_pretrain(path, {"model.width": "wide", "optimizer": "adamw", "precision": "fp8"})
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith("5 problems")
+    assert lines[0] == f"  - {path}: data.tokenizer='words' (text): must be 'bytes' or 'bpe'"
+    assert lines[1].startswith("  - override: model.width='wide'")
+    assert lines[2].startswith(f"  - {path}: run.stepz: unknown key; did you mean")
+    assert {line.split(": ")[1].split()[0] for line in lines[3:]} == {"zero.stge", "precision.kind"}
+
+
+def test_an_option_is_named_by_its_own_key():
+    with pytest.raises(ConfigError, match=r"^override: optimizer\.lr=-1\.0 \(a number\): must be greater"):
+        load_pretrain(overrides={**DATA, "optimizer.lr": -1.0})
+
+
 def test_a_block_that_is_no_block_is_named():
     with pytest.raises(ConfigError, match="data: must be a block"):
         load_pretrain({"data": ["texts"]})
