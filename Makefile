@@ -10,6 +10,7 @@ TEXT ?= $(shell $(PYTHON) -c "import sysconfig; print(sysconfig.get_path('stdlib
 RUN ?= runs/quickstart
 QUICKSTART_FLAGS ?= --suffix .py --max-tokens 5000000 --nproc 2 --zero-stage 3 --steps 300 --out $(RUN) --overwrite
 PYTEST_FLAGS ?=
+WORKERS ?= 2
 BENCH ?= $(wildcard benchmarks/*.py)
 
 .DEFAULT_GOAL := help
@@ -27,8 +28,8 @@ $(READY): pyproject.toml constraints.txt
 quickstart: $(READY) ## train a small GPT on two processes with ZeRO stage 3, from nothing to a falling loss
 	$(BIN)/trilithon train --data "$(TEXT)" $(QUICKSTART_FLAGS)
 
-test: $(READY) ## run every test; PYTEST_FLAGS=tests/unit runs a part
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true $(PYTEST_FLAGS)
+test: $(READY) ## run every test; PYTEST_FLAGS=tests/unit runs a part, WORKERS=1 one at a time
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true $(PYTEST_FLAGS)
 
 lint: $(READY) ## check style, format, types, and that imports point down
 	$(BIN)/ruff check $(wildcard $(CODE))

@@ -22,10 +22,11 @@ from trilithon.comm.ledger import Ledger
 from trilithon.comm.mesh import init_distributed, make_mesh, own_process_group, rendezvous_store
 from trilithon.comm.watchdog import Watchdog
 from trilithon.config import Bf16, Config, Fp16, Fp32
-from trilithon.contracts import Precision, Update
+from trilithon.contracts import Precision, Tag, Update
 from trilithon.engine import capabilities
 from trilithon.engine.allocator import keep_freed_memory
 from trilithon.engine.engine import Engine, Parts
+from trilithon.engine.monitor import Monitor
 from trilithon.errors import ConfigError, ProtocolError
 from trilithon.optim.build import make_update
 from trilithon.optim.groups import AnyOptimizer, OptimizerSettings, groups_of
@@ -82,7 +83,10 @@ def initialize(
     ledger = Ledger()
     comm, process_groups = _communicators(mesh, ledger, settings)
     batch = settings.resolve_batch(comm.control.world_size)
+    monitor = _monitor(settings, comm)
     sharding = _sharding(model, groups, settings, comm, batch.accumulation, device)
+    if monitor is not None:
+        monitor.details = sharding.bytes
     try:
         update = _update(chosen, groups, sharding, device)
     except ConfigError:  # raised alike on every rank: the caller gets an ordinary model back
@@ -99,6 +103,7 @@ def initialize(
         groups=groups,
         ledger=ledger,
         process_groups=process_groups,
+        monitor=monitor,
         low=_low(settings) if getattr(settings.precision, "cast_inputs", False) else None,
     )
     return Engine(model, parts)
@@ -153,6 +158,7 @@ def _watchdog(settings: Config) -> Watchdog | None:
     if _PROCESS.watchdog is None or _PROCESS.store is not store:
         _PROCESS.watchdog = Watchdog(settings.comm.wait_limit_s, store, dist.get_rank(), dist.get_world_size())
         _PROCESS.store = store
+    _PROCESS.watchdog.wait_limit_s = settings.comm.wait_limit_s  # that of the newest engine
     return _PROCESS.watchdog
 
 
@@ -181,6 +187,21 @@ def _communicators(
         )
 
     return Communicators(group("control"), group("gather"), group("reduce")), made
+
+
+def _monitor(settings: Config, comm: Communicators) -> Monitor | None:
+    """What the configuration asks to be recorded; None when it says nothing about it. Collective."""
+    if not settings.monitor.model_fields_set:
+        return None
+    monitor, refusal = None, None
+    try:
+        monitor = Monitor(settings.monitor, rank=comm.control.rank)
+    except ConfigError as error:
+        refusal = str(error)
+    refusals = [text for text in comm.control.all_gather_object(refusal, Tag("monitor")) if text]
+    if refusals:  # met by the rank that writes; all ranks stop with it
+        raise ConfigError(refusals[0])
+    return monitor
 
 
 def _low(settings: Config) -> torch.dtype | None:

@@ -27,6 +27,7 @@ from trilithon.comm.ledger import Ledger
 from trilithon.config import Config, ResolvedBatch
 from trilithon.contracts import Precision, StepHook, SyncMode, Update
 from trilithon.engine import overflow
+from trilithon.engine.monitor import Monitor
 from trilithon.errors import NonFiniteError, ProtocolError
 from trilithon.optim.clip import agreed_norm, clip_factor
 from trilithon.optim.groups import Group
@@ -55,6 +56,7 @@ class Parts:
     ledger: Ledger
     process_groups: Sequence[dist.ProcessGroup]  # made for this engine, which ends them
     low: torch.dtype | None  # what floating inputs are cast to
+    monitor: Monitor | None = None
 
 
 @dataclass
@@ -77,7 +79,8 @@ class Engine:
     def __init__(self, module: nn.Module, parts: Parts) -> None:
         self.module, self.config, self.device, self.ledger = module, parts.config, parts.device, parts.ledger
         self.accumulation = parts.batch.accumulation
-        self.hooks: list[StepHook] = []
+        self._monitor = parts.monitor
+        self.hooks: list[StepHook] = [parts.monitor] if parts.monitor is not None else []
         self.steps = self.skipped_steps = self.micro_steps = 0
         self.grad_norm: float | None = None
         self.clip_factor: float | None = None
@@ -137,7 +140,7 @@ class Engine:
         if not self._window_open:
             self._window_open = True
             for hook in self.hooks:
-                hook.on_step(self.steps)
+                hook.on_step(self.steps + 1)
             mode = self._update.sync_mode(self.steps + 1) if self._update is not None else SyncMode.MEAN
             self._sharding.begin_step(mode, self.steps + self.skipped_steps + 1)
 
@@ -243,8 +246,18 @@ class Engine:
         self._sharding.publish()
         self._forget_window()
         self.steps += 1
+        self._record()
         self._rate.advance()
         return True
+
+    def _record(self) -> None:
+        """What the monitor of the configuration writes about the step that was just applied, at the rate it used."""
+        if self._monitor is None:
+            return
+        values = {"loss": self.loss, "grad_norm": self.grad_norm, "clip_factor": self.clip_factor}
+        rates = {f"lr/{index}" if index else "lr": rate for index, rate in enumerate(self.lr)}
+        counts = {"loss_scale": self.loss_scale, "skipped_steps": self.skipped_steps, "samples": self.global_samples}
+        self._monitor.record(self.steps, {k: v for k, v in {**values, **rates, **counts}.items() if v is not None})
 
     def _forget_window(self) -> None:
         self._sharding.drop_gradients()
@@ -432,6 +445,8 @@ class Engine:
         """Collective at stage 3: the model gets its whole parameters back, hooks go, state is dropped."""
         if not self._closed:
             self._closed = True
+            if self._monitor is not None:
+                self._monitor.close()
             self._sharding.close()
             if self._update is not None:
                 self._update.close()

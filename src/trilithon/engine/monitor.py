@@ -159,7 +159,7 @@ class Monitor:
         bytes of memory and bytes sent by category."""
         self._active = rank == 0
         self._every, self._quiet, self._folder = config.every, config.quiet, config.folder
-        self._stream, self._details = stream, details
+        self._stream, self.details = stream, details
         self._profile_step = config.profile_step if self._active else None
         self._profiler: Any = None
         self._seconds: dict[str, Meter] = {}
@@ -226,7 +226,7 @@ class Monitor:
         profiler.__exit__(None, None, None)
         lines = [f"profile of step {self._profile_step}"]
         lines += [f"  seconds/{name}: {seconds:.6f}" for name, seconds in self._profiled_seconds.items()]
-        lines += [f"  {name}: {value:,.6g}" for name, value in (self._details() if self._details else {}).items()]
+        lines += [f"  {name}: {value:,.6g}" for name, value in (self.details() if self.details else {}).items()]
         lines.append(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=_PROFILE_ROWS))
         text = "\n".join(lines)
         if self._folder is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 import weakref
 
 import pytest
@@ -42,6 +43,16 @@ def one_life(stage: int, sliced: bool) -> list[weakref.ref]:
     return [weakref.ref(thing) for thing in (engine, inner, *inner.units, *inner._gradients, model)]
 
 
+def falls_to(count: int, folder: str) -> bool:
+    """gloo's own threads and sockets end a moment after their process group, how long depends on the machine's load."""
+    give_up = time.monotonic() + 20
+    while len(os.listdir(folder)) > count:
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 @ranks(2)
 def test_ten_engines_in_one_process_leave_nothing_behind():
     for stage in STAGES:
@@ -55,8 +66,9 @@ def test_ten_engines_in_one_process_leave_nothing_behind():
             assert not alive, (stage, turn, alive)
         assert bytes_after[-1] <= bytes_after[0], (stage, bytes_after)
         names = [thread.name for thread in threading.enumerate()]
-        assert threads_after[-1] <= threads_after[1], (stage, threads_after, names)
-        assert files_after[-1] <= files_after[1], (stage, files_after)
+        least_threads, least_files = min(threads_after), min(files_after)
+        assert falls_to(least_threads, "/proc/self/task"), (stage, threads_after, names)
+        assert falls_to(least_files, "/proc/self/fd"), (stage, files_after)
         assert not sharding._RUNNING
         assert len(sharded_parameter._OWNERS) == len(sharded_parameter._CLASSES) == 0
 
