@@ -49,3 +49,11 @@ def test_a_script_that_fails_shows_its_traceback(tmp_path):
     done = compare("plain", config(tmp_path), "--script", str(script), "--nproc", "1")
     assert done.returncode == 2
     assert "OSError: no weights" in done.stderr
+
+
+def test_a_script_that_lacks_something_is_told_without_a_traceback(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("def build(): ...\n")
+    done = compare("plain", config(tmp_path), "--script", str(script), "--nproc", "1")
+    assert done.returncode == 2
+    assert "does not define batches. It needs build() -> nn.Module" in done.stderr and "Traceback" not in done.stderr

@@ -22,6 +22,7 @@ from trilithon.compare.plain import PlainSide
 from trilithon.compare.record import StepRecord
 from trilithon.compare.script import Script
 from trilithon.config import Config
+from trilithon.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,10 @@ class Job:
 
 def main() -> None:
     torch.set_num_threads(1)
-    run_job(Path(sys.argv[1]))
+    try:
+        run_job(Path(sys.argv[1]))
+    except (ConfigError, DataError) as error:  # they say what is wrong with the script: a traceback would hide it
+        sys.exit(str(error))
     if dist.is_initialized():
         dist.destroy_process_group()
 

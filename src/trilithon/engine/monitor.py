@@ -11,12 +11,16 @@ about the others, and a quiet monitor prints nothing at all: what it has to say 
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -26,7 +30,10 @@ from torch.profiler import ProfilerActivity, profile
 from trilithon.config import MonitorConfig
 from trilithon.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 _PROFILE_ROWS = 20
+_TENSORBOARD_ROOM = 2**18  # bytes: more than it buffers
 
 
 class Meter:
@@ -56,19 +63,39 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+class WholeLines:
+    """A file that grows line by line: what a full disk cut short is taken back, so that it never holds half a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._stream = path.open("ab", buffering=0)  # a run that is killed keeps what it recorded
+
+    @property
+    def empty(self) -> bool:
+        return self._stream.tell() == 0
+
+    def write(self, line: str) -> None:
+        """Raises OSError when the line could not be written whole."""
+        start, data = self._stream.tell(), f"{line}\n".encode()
+        if self._stream.write(data) != len(data):
+            self._stream.truncate(start)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        self._stream.close()
+
+
 class JsonLines:
     """One object a record: {"step": 10, "time": 1.7e9, "loss": 3.2}; what is not finite becomes null."""
 
     def __init__(self, path: Path) -> None:
-        self._stream = path.open("a", encoding="utf-8")
+        self._lines = WholeLines(path)
 
     def write(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._stream.write(json.dumps({"step": step, "time": round(seconds, 3), **finite}) + "\n")
-        self._stream.flush()  # a run that is killed keeps what it recorded
+        self._lines.write(json.dumps({"step": step, "time": round(seconds, 3), **finite}))
 
     def close(self) -> None:
-        self._stream.close()
+        self._lines.close()
 
 
 class Csv:
@@ -76,26 +103,20 @@ class Csv:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._streams: dict[str, TextIO] = {}
+        self._files: dict[str, WholeLines] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            stream = self._streams.get(name) or self._open(name)
-            stream.write(f"{step},{seconds:.3f},{value!r}\n")
-            stream.flush()
-
-    def _open(self, name: str) -> TextIO:
-        path = self._folder / f"{name.replace('/', '_')}.csv"
-        new = not path.exists()
-        stream = self._streams[name] = path.open("a", encoding="utf-8")
-        if new:
-            stream.write("step,time,value\n")
-        return stream
+            if name not in self._files:
+                self._files[name] = WholeLines(self._folder / f"{name.replace('/', '_')}.csv")
+            if self._files[name].empty:
+                self._files[name].write("step,time,value")
+            self._files[name].write(f"{step},{seconds:.3f},{value!r}")
 
     def close(self) -> None:
-        for stream in self._streams.values():
-            stream.close()
+        for lines in self._files.values():
+            lines.close()
 
 
 class TensorBoard:
@@ -110,8 +131,12 @@ class TensorBoard:
                 "pip install 'trilithon[train]', or set it to false."
             ) from error
         self._writer = SummaryWriter(str(folder))
+        self._folder = folder
 
     def write(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
+        # Its thread would end by an exception of its own, with a traceback on the terminal.
+        if shutil.disk_usage(self._folder).free < _TENSORBOARD_ROOM:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for name, value in values.items():
             self._writer.add_scalar(name, value, step, walltime=seconds)
 
@@ -169,16 +194,29 @@ class Monitor:
         self._seconds.clear()
         now = time.time()
         numbers = {name: float(value) for name, value in {**values, **timed}.items()}
-        for sink in self._sinks:
-            sink.write(step, now, numbers)
+        for sink in list(self._sinks):
+            try:
+                sink.write(step, now, numbers)
+            except OSError as error:  # a record is not worth a run
+                self._sinks.remove(sink)
+                self._give_up(sink, step, error)
         shown = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
         self._print(f"step {step}  {shown}")
+
+    def _give_up(self, sink: Sink, step: int, error: OSError) -> None:
+        with suppress(OSError):
+            sink.close()
+        logger.warning(
+            "From step %d on nothing is written to %s in %s (%s); the run goes on. Free some space before it ends.",
+            step, type(sink).__name__, self._folder, error.strerror,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Finish a profile that is running and close every file. Idempotent."""
         self._finish_profile()
         for sink in self._sinks:
-            sink.close()
+            with suppress(OSError):  # what was recorded is in the files already
+                sink.close()
         self._sinks = []
 
     def _finish_profile(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from trilithon.contracts import Update
-from trilithon.errors import ConfigError
+from trilithon.errors import ConfigError, ProtocolError
 from trilithon.optim.adagrad import AdagradRule
 from trilithon.optim.adam import AdamRule
 from trilithon.optim.elementwise import Elementwise, Rule, Settings
@@ -65,7 +65,7 @@ def make_update(
     rule = _RULES_BY_TYPE.get(type(owner))
     if rule is not None and not any(group.get(flag) for group in groups for flag in _EXOTIC):
         owner.state.clear()  # Adagrad allocates its sums when it is made
-        return Elementwise(rule, groups)
+        return Elementwise(rule, groups, owner.register_step_pre_hook(_refuse_step))
     reason = None if whole else why_not_elementwise(owner)
     if reason is not None:
         raise ConfigError(
@@ -94,6 +94,14 @@ def _refuse_used(optimizer: torch.optim.Optimizer) -> None:
                 f"The {type(optimizer).__name__} passed to initialize has already made {made}, and its state covers "
                 "whole parameters. Pass a fresh optimizer; to continue a run, load a checkpoint through the engine."
             )
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Its parameters have no `grad`, so its own step would do nothing and say nothing."""
+    raise ProtocolError(
+        f"{type(optimizer).__name__}.step() would change nothing: an engine holds the gradients and updates the "
+        "parameters. Call engine.step() instead (or engine.close() first)."
+    )
 
 
 def describe(update: Any) -> str:

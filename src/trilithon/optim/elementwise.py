@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from trilithon.contracts import ReduceOp, Slice, SyncMode
 from trilithon.errors import CheckpointError
@@ -42,8 +43,10 @@ class Rule(Protocol):
 class Elementwise:
     """`contracts.Update` of one elementwise rule. State is fp32 (the masters' dtype) and made when first asked for."""
 
-    def __init__(self, rule: Rule, groups: Sequence[Settings]) -> None:
+    def __init__(self, rule: Rule, groups: Sequence[Settings], hook: RemovableHandle | None = None) -> None:
+        """hook: on the user's own optimizer, to be removed at the end."""
         self.groups = groups
+        self._hook = hook
         self._rule = rule
         self._participation = Participation()
         self._states: dict[str, dict[str, Tensor]] = {}
@@ -82,6 +85,8 @@ class Elementwise:
 
     def close(self) -> None:
         self._states.clear()
+        if self._hook is not None:
+            self._hook.remove()
 
 
 def read_updates(state: Mapping[str, Any], name: str) -> int:

@@ -71,13 +71,21 @@ def _failure(error: ChildFailedError) -> int:
         return 128 + signal.SIGINT
     rank, failure = error.get_first_failure()
     status = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    if _told(failure) is not None:
+        status = max(failure.exitcode, 1)  # it had failed already when a signal ended it
     raise RankFailedError(_message(rank, failure), status) from None
 
 
+def _told(failure: ProcessFailure) -> str | None:
+    """The message that the rank left about its own failure."""
+    left = failure.error_file_data.get("message") if isinstance(failure.error_file_data, dict) else None
+    return str(left["message"]) if isinstance(left, dict) else None
+
+
 def _message(rank: int, failure: ProcessFailure) -> str:
-    told = failure.error_file_data.get("message") if isinstance(failure.error_file_data, dict) else None
-    if isinstance(told, dict):
-        return str(told["message"])
+    told = _told(failure)
+    if told is not None:
+        return told
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         hint = " It is what a machine out of memory does: try --zero-stage 3, a smaller --micro-batch or --model."

@@ -1,6 +1,8 @@
 import io
 import json
 import math
+import resource
+import shutil
 
 import pytest
 import torch
@@ -125,3 +127,39 @@ def test_a_meter_is_the_weighted_mean_since_it_was_read():
     meter.add(5.0)
     assert meter.read() == 2.0
     assert math.isnan(meter.read())
+
+
+def test_a_full_disk_ends_the_records_and_not_the_run(tmp_path, caplog):
+    """A limit on the size of files stands for the end of a disk: the last write that meets it is cut short."""
+    monitor = Monitor(MonitorConfig(folder=tmp_path, every=1, csv=True, quiet=True))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monitor.record(1, {"loss": 1.0})
+    one = (tmp_path / "metrics.jsonl").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 * one + one // 2, hard))
+    try:
+        for step in (2, 3, 4, 5):
+            monitor.record(step, {"loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    monitor.record(6, {"loss": 1.0})
+    monitor.close()
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3], "and not half a line more"
+    rows = (tmp_path / "csv" / "loss.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["step", "1", "2", "3", "4", "5", "6"]
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert told.startswith(f"From step 4 on nothing is written to JsonLines in {tmp_path} (")
+
+
+def test_tensorboard_stops_before_its_own_thread_meets_a_full_disk(tmp_path, caplog, monkeypatch):
+    monitor = Monitor(MonitorConfig(folder=tmp_path, every=1, tensorboard=True, jsonl=False, quiet=True))
+    monitor.record(1, {"loss": 1.0})
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monitor.record(2, {"loss": 1.0})
+    monitor.record(3, {"loss": 1.0})
+    monitor.close()
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert told.startswith("From step 2 on nothing is written to TensorBoard") and "No space left" in told
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1]

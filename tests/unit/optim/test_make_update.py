@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trilithon.config.optimizer import Adagrad, Adam, AdamW, Lamb, Lion, Sgd
-from trilithon.errors import ConfigError
+from trilithon.errors import ConfigError, ProtocolError
 from trilithon.optim.build import describe, make_update
 from trilithon.optim.elementwise import Elementwise
 from trilithon.optim.foreign import Foreign
@@ -183,3 +183,13 @@ def test_a_class_needs_the_groups_that_were_made_from_it() -> None:
     model = nn.Linear(4, 3)
     update = make_update(torch.optim.Adam, groups_of(model, torch.optim.Adam), ["weight", "bias"])
     assert isinstance(update, Elementwise)
+
+
+def test_the_users_optimizer_refuses_a_step_that_would_change_nothing():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    update = make_update(optimizer, groups_of(model, optimizer), ["weight", "bias"])
+    with pytest.raises(ProtocolError, match=r"AdamW\.step\(\) would change nothing.*Call engine\.step\(\) instead"):
+        optimizer.step()
+    update.close()
+    optimizer.step()
