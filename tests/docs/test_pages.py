@@ -13,7 +13,6 @@ from trilithon.engine.capabilities import compatibility_table
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "trilithon"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-# Announced, and not written yet.
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
