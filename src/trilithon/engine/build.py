@@ -151,6 +151,15 @@ class _Process:
 _PROCESS = _Process()
 
 
+def report_failure(error: BaseException) -> None:
+    """For a program that catches what it fails with: the ranks that wait for this one learn the reason at once.
+
+    An exception that is not caught reaches them by itself. Returns once the table is printed, or after seconds.
+    """
+    if _PROCESS.watchdog is not None:
+        _PROCESS.watchdog.report_failure(error)
+
+
 def _watchdog(settings: Config) -> Watchdog | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None

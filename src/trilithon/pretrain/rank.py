@@ -38,11 +38,21 @@ def main(config: PretrainConfig) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except TrilithonError as error:
-        _tell(str(error), shown=_rank() == 0 or not isinstance(error, _MET_TOGETHER))
+        together = isinstance(error, _MET_TOGETHER)
+        _tell(str(error), shown=_rank() == 0 or not together)
+        if not together:
+            _tell_the_others(error)
         return 1
-    except Exception:
+    except Exception as error:
         _tell(traceback.format_exc().rstrip(), shown=True)
+        _tell_the_others(error)
         return 1
+
+
+def _tell_the_others(error: Exception) -> None:
+    from trilithon.engine.build import report_failure
+
+    report_failure(error)
 
 
 def _rank() -> int:

@@ -12,6 +12,7 @@ from torch import nn
 
 import trilithon
 from trilithon.comm.watchdog import EXIT_STATUS
+from trilithon.engine.build import report_failure
 from trilithon.testing import run_ranks_raw
 
 LIMIT_S = 3.0
@@ -91,6 +92,24 @@ def test_the_departing_rank_its_module_and_the_cause_are_named(fault, module, ca
     assert f"{module}.weight" in said
     assert cause in said
     assert time.monotonic() - began < LIMIT_S + 15
+
+
+def catch_and_report():
+    """A program that catches its own exceptions, as a trainer with one error page does."""
+    try:
+        train("raises")
+        os._exit(0)
+    except RuntimeError as error:
+        report_failure(error)
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def test_an_exception_that_the_program_caught_is_told_as_one():
+    results = run_ranks_raw(catch_and_report, WORLD_SIZE, timeout_s=40)
+    said = "".join(result.output for result in results)
+    assert [result.exit_code for result in results] == [EXIT_STATUS, 1, EXIT_STATUS], said
+    assert "rank 1 raised RuntimeError: a planted fault" in said
 
 
 def test_without_a_fault_nobody_is_accused():
