@@ -34,7 +34,7 @@ from torch._C._distributed_c10d import TCPStore
 from trilithon.testing.rank_process import DUMP_SIGNAL, Job, Report, Streams, end_with_parent, run_rank
 
 _GRACE_S = 0.5  # how long the other ranks may still report an error of their own after the first failure
-_DUMP_S = 0.3  # how long a rank has to write its stacks before it is ended
+_DUMP_S = 1.0  # how long a rank has to write its stacks before it is ended; a busy machine needs most of it
 _LEFTOVER_S = 0.3  # how long processes that a rank started may outlive it
 _DEATH_NOTICE_S = 0.25  # a death without a report is seen later than the errors it causes in peers; dated back by this
 _OUTPUT_LIMIT = 256 * 1024  # bytes of a rank's output that are kept, from its end

@@ -114,5 +114,6 @@ def test_an_exception_that_the_program_caught_is_told_as_one():
 
 def test_without_a_fault_nobody_is_accused():
     results = run_ranks_raw(as_a_program, WORLD_SIZE, "none", timeout_s=40)
-    assert [result.exit_code for result in results] == [0, 0, 0]
-    assert "missing" not in "".join(result.output for result in results)
+    said = "".join(result.output for result in results)
+    assert [result.exit_code for result in results] == [0, 0, 0], said
+    assert "missing" not in said
