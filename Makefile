@@ -29,7 +29,7 @@ quickstart: $(READY) ## train a small GPT on two processes with ZeRO stage 3, fr
 	$(BIN)/trilithon train --data "$(TEXT)" $(QUICKSTART_FLAGS)
 
 test: $(READY) ## run every test; PYTEST_FLAGS=tests/unit runs a part, WORKERS=1 one at a time
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --reruns 1 -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true $(PYTEST_FLAGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true $(PYTEST_FLAGS)
 
 lint: $(READY) ## check style, format, types, and that imports point down
 	$(BIN)/ruff check $(wildcard $(CODE))
