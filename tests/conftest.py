@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-
 # Tests of programs that start, stop and kill processes against the clock: these alone are run once more when they fail.
 # Never numerics, sharding, collectives or hangs in training: there, a failure that comes and goes is a fault.
 AGAINST_THE_CLOCK = (
