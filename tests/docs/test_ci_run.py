@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MAKE = """#!/usr/bin/env bash
-target="${@: -1}"
+target="$1"
 echo "ran $target"
 if [ "$target" = test ]; then echo "3 passed in 1.00s"; status=$TEST_STATUS; else status=$LINT_STATUS; fi
 if [ "$status" != 0 ]; then echo "make: *** [Makefile:1: $target] Error $status" >&2; fi
