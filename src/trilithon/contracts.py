@@ -178,8 +178,9 @@ class Update(Protocol):
         called as soon as a slice's new values are in place, in order, for every slice on every rank alike."""
         ...
 
-    def state(self, slice_: Slice) -> Mapping[str, Tensor]:
-        """The rule's flat state of one slice by the field's names (`exp_avg`, `exp_avg_sq`, ...), made on demand."""
+    def state(self, slice_: Slice, *, write: bool = False) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """The flat [n] state of one slice by the field's names: "master", and the rule's own (`exp_avg`, ...), made on
+        demand. A context, since it may have to come from another tier; `write` says that it will be changed."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,6 +188,10 @@ class Update(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def bytes(self) -> dict[str, int]:
+        """What the rule keeps on this rank, masters not counted, by tier: "device", "host", "disk"."""
+        ...
 
     def close(self) -> None: ...
 
@@ -197,9 +202,20 @@ State = dict[str, Tensor]
 class StateStore(Protocol):
     """tiers/: where optimizer state rests between uses."""
 
-    def borrow(self, key: str, make: Callable[[], State]) -> AbstractContextManager[State]: ...
+    def borrow(
+        self, key: str, make: Callable[[], State] | None = None, *, write: bool = True
+    ) -> AbstractContextManager[State]:
+        """The state of one slice, resident for the time of the context. make() makes it the first time; without it
+        KeyError is raised then. Not `write`: the caller promises to change nothing."""
+        ...
 
-    def prefetch(self, key: str) -> None: ...
+    def prefetch(self, key: str) -> None:
+        """`borrow` of this key comes soon."""
+        ...
+
+    def bytes(self) -> dict[str, int]:
+        """What is kept, by tier: "device", "host", "disk"."""
+        ...
 
     def close(self) -> None: ...
 

@@ -391,10 +391,11 @@ class Engine:
             return None
         own = torch.zeros_like(unit.master)
         for part, start, stop in self._sharding.slices_of(unit):
-            state = self._update.state(part) if self._update is not None else {}
-            if kind not in state:
-                raise ProtocolError(f"unknown kind '{kind}'; there are 'param', 'master', 'grad' and {sorted(state)}")
-            own[start:stop].copy_(state[kind])
+            assert self._update is not None
+            with self._update.state(part) as state:
+                if kind not in state:
+                    raise ProtocolError(f"unknown kind '{kind}'; there are 'param', 'grad' and {sorted(state)}")
+                own[start:stop].copy_(state[kind])
         return own
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -416,14 +417,8 @@ class Engine:
 
     def memory(self) -> dict[str, int]:
         """Bytes on this rank by category: parameters, gradients, master, optimizer, in_flight."""
-        found = self._sharding.bytes()
-        update = self._update
-        state = sum(
-            tensor.numel() * tensor.element_size()
-            for part in (self._sharding.slices() if update is not None and self.steps else ())
-            for tensor in (update.state(part).values() if update is not None else ())
-        )
-        return {**found, "optimizer": state}
+        state = self._update.bytes() if self._update is not None else {}
+        return {**self._sharding.bytes(), "optimizer": sum(state.values())}
 
     def plan(self) -> str:
         """A table of the units: which parameters are communicated together, and whether they are gathered for use."""

@@ -7,16 +7,17 @@ dictionaries (a scheduler, the user) may change them at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from trilithon.contracts import ReduceOp, Slice, SyncMode
+from trilithon.contracts import ReduceOp, Slice, State, StateStore, SyncMode
 from trilithon.errors import CheckpointError
 from trilithon.optim.participation import Participation, cut
-from trilithon.tiers import filled
+from trilithon.tiers import ResidentStore, filled
 
 Settings = MutableMapping[str, Any]
 
@@ -43,13 +44,19 @@ class Rule(Protocol):
 class Elementwise:
     """`contracts.Update` of one elementwise rule. State is fp32 (the masters' dtype) and made when first asked for."""
 
-    def __init__(self, rule: Rule, groups: Sequence[Settings], hook: RemovableHandle | None = None) -> None:
-        """hook: on the user's own optimizer, to be removed at the end."""
+    def __init__(
+        self,
+        rule: Rule,
+        groups: Sequence[Settings],
+        hook: RemovableHandle | None = None,
+        store: StateStore | None = None,
+    ) -> None:
+        """hook: on the user's own optimizer, to be removed at the end. store: where state rests; this rule's alone."""
         self.groups = groups
         self._hook = hook
         self._rule = rule
         self._participation = Participation()
-        self._states: dict[str, dict[str, Tensor]] = {}
+        self._store = store if store is not None else ResidentStore()
 
     def sync_mode(self, step: int) -> SyncMode:
         return SyncMode.MEAN
@@ -64,18 +71,25 @@ class Elementwise:
     ) -> None:
         self._participation.begin(slices)
         for slice_ in slices:
-            settings, state = self.groups[slice_.group], self.state(slice_)
-            for start, stop, update in self._participation.runs(slice_):
-                part, its_state = cut(slice_, state, start, stop)
-                self._rule.step(part, its_state, settings, update, grad_scale)
+            settings = self.groups[slice_.group]
+            with self._store.borrow(slice_.key, dict) as state:
+                self._complete(slice_, state)
+                for start, stop, update in self._participation.runs(slice_):
+                    part, its_state = cut(slice_, state, start, stop)
+                    self._rule.step(part, its_state, settings, update, grad_scale)
             done(slice_)
 
-    def state(self, slice_: Slice) -> dict[str, Tensor]:
-        state = self._states.setdefault(slice_.key, {})
+    def _complete(self, slice_: Slice, state: State) -> None:
+        """Settings may ask for a field that was not there before (momentum switched on)."""
         for name, start in self._rule.fields(self.groups[slice_.group]).items():
             if name not in state:
                 state[name] = filled(slice_.master, start)
-        return state
+
+    @contextmanager
+    def state(self, slice_: Slice, *, write: bool = False) -> Iterator[Mapping[str, Tensor]]:
+        with self._store.borrow(slice_.key, dict, write=write) as state:
+            self._complete(slice_, state)
+            yield {"master": slice_.master, **state}
 
     def state_dict(self) -> dict[str, Any]:
         return {"rule": self._rule.name, **self._participation.state_dict()}
@@ -83,8 +97,11 @@ class Elementwise:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._participation.load(read_updates(state, self._rule.name), state.get("missed", {}))
 
+    def bytes(self) -> dict[str, int]:
+        return self._store.bytes()
+
     def close(self) -> None:
-        self._states.clear()
+        self._store.close()
         if self._hook is not None:
             self._hook.remove()
 

@@ -7,7 +7,8 @@ gradients set, as it would be anywhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from trilithon.contracts import ReduceOp, Slice, SyncMode
 from trilithon.errors import CheckpointError
 from trilithon.kernels.chunks import read_gradient_
 from trilithon.optim.elementwise import Settings
+from trilithon.tiers import bytes_by_tier
 
 Flat = tuple[nn.Parameter, int, int]  # the optimizer's view of master[start:start + numel] of a slice
 
@@ -85,7 +87,7 @@ class Foreign:
         """(live, copy) of what must not move because its parameter got no gradient; its step counters do move."""
         if self._whole or not slice_.idle:
             return []
-        fields = [slice_.master, *self.state(slice_).values()]
+        fields = [slice_.master, *self._fields(slice_).values()]
         spans = [slice(s.offset, s.offset + s.numel) for s in slice_.shards if s.name in slice_.idle]
         return [(field[span], field[span].clone()) for field in fields for span in spans]
 
@@ -108,11 +110,15 @@ class Foreign:
             self._restore(parameter, slice_.group)
         return flats
 
-    def state(self, slice_: Slice) -> dict[str, Tensor]:
+    @contextmanager
+    def state(self, slice_: Slice, *, write: bool = False) -> Iterator[Mapping[str, Tensor]]:
         """Fields that the optimizer keeps per element; it creates them in its first step, before which there are none.
 
         With `whole`, see `state_dict` instead: such optimizers keep state of any shape.
         """
+        yield {"master": slice_.master, **self._fields(slice_)}
+
+    def _fields(self, slice_: Slice) -> dict[str, Tensor]:
         if self._whole:
             return {}
         ((parameter, _, _),) = self._bind(slice_)
@@ -164,6 +170,11 @@ class Foreign:
             fields = {name: torch.zeros_like(parameter.detach()) for name in self._loaded["fields"][group]}
             scalars = {name: _detached(value) for name, value in self._loaded["scalars"][group].items()}
             self._optimizer.state[parameter] = {**scalars, **fields}
+
+    def bytes(self) -> dict[str, int]:
+        return bytes_by_tier(
+            value for kept in self._optimizer.state.values() for value in kept.values() if isinstance(value, Tensor)
+        )
 
     def close(self) -> None:
         self._optimizer.state.clear()

@@ -24,16 +24,19 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trilithon.config import ZeroConfig
-from trilithon.contracts import Collectives, Handle, ReduceOp, Shard, Slice, SyncMode, Tag
+from trilithon.contracts import Collectives, ReduceOp, Slice, SyncMode, Tag
 from trilithon.errors import ProtocolError
 from trilithon.kernels import sum_of_squares
 from trilithon.zero import grouping
+from trilithon.zero.agreement import Agreement, Settled
+from trilithon.zero.cutting import Cut
 from trilithon.zero.gradients import UnitGradients
 from trilithon.zero.grouping import UnitPlan
 from trilithon.zero.holding import Holding
 from trilithon.zero.init import built_values
 from trilithon.zero.layout import FlatLayout
 from trilithon.zero.materialize import initial_values, refuse_unready
+from trilithon.zero.publishing import Publishing
 from trilithon.zero.reduction import ReductionQueue
 from trilithon.zero.residency import GatherOnUse, in_backward
 from trilithon.zero.sharded_parameter import forget_owner, set_owner
@@ -58,15 +61,6 @@ class Precisions:
     low: torch.dtype | None = None
     wire: torch.dtype | None = None
     accumulate: torch.dtype | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """What all ranks agree on before an update."""
-
-    squared_norm: float  # of the mean gradient as it is stored; not finite when an element is not
-    idle: frozenset[str]  # parameters that got no gradient on any rank in this window
-    extra: tuple[float, ...]  # the caller's numbers, summed over ranks
 
 
 class ZeroSharding:
@@ -94,16 +88,12 @@ class ZeroSharding:
         self._gradients = [self._make_gradients(unit) for unit in trainable]
         self._queue = ReductionQueue(self._gradients, comm.control, overlap=settings.overlap, may_block=self.stage < 3)
         self._residency = self._make_residency(model, settings) if self.stage == 3 else None
-        self._holding = Holding(self.units, self._outside, comm.control, self._residency, self._any_rank)
+        self._agree = Agreement(comm.control, device)
+        self._holding = Holding(self.units, self._outside, comm.control, self._residency, self._agree.any_rank)
         for entry in self.entries:
             set_owner(entry.param, self, keep=False)
-        self._slices, self._ranges = self._cut()
-        self._keys_of: dict[int, set[str]] = {unit.index: set() for unit in self.units}
-        for key, (gradients, _, _) in self._ranges.items():
-            self._keys_of[gradients.unit.index].add(key)
-        self._publishing: list[Handle] = []
-        self._published: set[int] = set()
-        self._updated: set[str] = set()
+        self._cut = Cut.of(self._gradients)
+        self._publishing = Publishing(trainable, self._cut.keys_of)
         self._hooks: list[RemovableHandle] = []
         for index, gradients in enumerate(self._gradients):
             for position, param in enumerate(gradients.unit.params):
@@ -189,30 +179,6 @@ class ZeroSharding:
             self._comm.control.broadcast(initial, 0, Tag("initial values", (entry.name,))).wait()
             entry.param.data = initial
 
-    def _cut(self) -> tuple[list[Slice], dict[str, tuple[UnitGradients, int, int]]]:
-        """The slices this rank updates, and where each lies in its unit's owned range."""
-        slices, ranges = [], {}
-        for gradients in self._gradients:
-            unit = gradients.unit
-            low, high = unit.own
-            for group, start, stop in unit.layout.group_ranges(low, high):
-                pieces = list(unit.layout.pieces(start, stop))
-                if not pieces:
-                    continue
-                here = slice(start - low, stop - low)
-                same = unit.master.data_ptr() == unit.shard.data_ptr() and unit.master.numel() > 0
-                part = Slice(
-                    key=f"{unit.name}/{group}",
-                    group=group,
-                    master=unit.master[here],
-                    grad=unit.master[:0],
-                    low=None if same else unit.shard[here],
-                    shards=[Shard(p.field.name, p.start, p.numel, p.offset, torch.Size(p.field.shape)) for p in pieces],
-                )
-                slices.append(part)
-                ranges[part.key] = (gradients, here.start, here.stop)
-        return slices, ranges
-
     # ------------------------------------------------------------------------------------------------- one step
     @property
     def world_size(self) -> int:
@@ -226,7 +192,8 @@ class ZeroSharding:
         if sync is not SyncMode.MEAN:
             raise ProtocolError("update rules that communicate themselves (SyncMode.LOCAL) are not in this version")
         self._refuse_unfrozen()
-        self._step, self._micro = step, -1
+        self._step = self._agree.step = step
+        self._micro = -1
         if self._residency is not None:
             self._residency.begin_step(step, 0)
 
@@ -306,21 +273,18 @@ class ZeroSharding:
         """Agree on the gradient of this window. Collective; may be called again with the same result."""
         missing = [not all(gradients.used) for gradients in self._gradients]
         numbers = [self._squared_norm(), float(sum(missing)), self._count_dirty(), *extra]
-        agreed = self._sum(numbers, "gradient norm")
+        agreed = self._agree.sum(numbers, "gradient norm")
         if agreed[2] > 0:
-            dirty = self._any_rank([g.dirty or g.result is None for g in self._gradients], "late gradients")
+            dirty = self._agree.any_rank([g.dirty or g.result is None for g in self._gradients], "late gradients")
             self._queue.flush_late([index for index, late in enumerate(dirty) if late])
-            agreed[0] = self._sum([self._squared_norm()], "gradient norm")[0]
+            agreed[0] = self._agree.sum([self._squared_norm()], "gradient norm")[0]
         idle: frozenset[str] = frozenset()
         if agreed[1] > 0:
             names = [field.name for g in self._gradients for field in g.unit.layout.fields]
-            used = self._any_rank([u for g in self._gradients for u in g.used], "unused parameters")
+            used = self._agree.any_rank([u for g in self._gradients for u in g.used], "unused parameters")
             idle = frozenset(name for name, here in zip(names, used, strict=True) if not here)
         self._spread()
-        for part in self._slices:
-            gradients, start, stop = self._ranges[part.key]
-            assert gradients.result is not None
-            part.grad = gradients.result[start:stop]
+        self._cut.hand_out_gradients()
         return Settled(agreed[0], idle, tuple(agreed[3:]))
 
     def _squared_norm(self) -> float:
@@ -336,19 +300,9 @@ class ZeroSharding:
     def _count_dirty(self) -> float:
         return float(sum(gradients.dirty or gradients.result is None for gradients in self._gradients))
 
-    def _sum(self, numbers: Sequence[float], what: str) -> list[float]:
-        vector = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        self._comm.control.all_reduce(vector, Tag(what, step=self._step)).wait()
-        return [float(value) for value in vector.tolist()]  # one wait for the device, not one per element
-
-    def _any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
-        vector = torch.tensor(flags, dtype=torch.int32, device=self._device)
-        self._comm.control.all_reduce(vector, Tag(what, step=self._step), ReduceOp.MAX).wait()
-        return [bool(value) for value in vector.tolist()]
-
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Collective: one small value from every rank, in rank order."""
-        return self._comm.control.all_gather_object(value, Tag(what, step=self._step))
+        return self._agree.exchange(value, what)
 
     def non_finite_here(self) -> list[str]:
         """Parameters whose gradient was not finite on this rank before it was reduced."""
@@ -361,7 +315,7 @@ class ZeroSharding:
                 handle.wait()
 
     def slices(self) -> Sequence[Slice]:
-        return self._slices
+        return self._cut.slices
 
     def combine(self, local: Tensor, op: ReduceOp) -> Tensor:
         if self.stage > 0:  # at stage 0 every rank has computed over all slices already
@@ -369,32 +323,13 @@ class ZeroSharding:
         return local
 
     def publish(self, slice_: Slice | None = None) -> None:
-        """Gathers are launched in the order of units on every rank, as soon as the slices before them are updated."""
+        """With a slice, that one may be sent on already; without, all are, and have arrived when this returns."""
         if slice_ is not None:
-            self._updated.add(slice_.key)
-            self._launch_publish()
+            self._publishing.updated(slice_, self._step)
             return
-        self._updated.update(part.key for part in self._slices)
-        self._launch_publish()
-        for handle in self._publishing:
-            handle.wait()
-        self._publishing.clear()
-        self._published.clear()
-        self._updated.clear()
+        self._publishing.finish(self._step)
         if self._residency is not None:
             self._residency.free_all()
-
-    def _launch_publish(self) -> None:
-        for gradients in self._gradients:
-            unit = gradients.unit
-            if unit.index in self._published:
-                continue
-            if not self._keys_of[unit.index] <= self._updated:
-                return
-            self._published.add(unit.index)
-            handle = unit.launch_publish(unit.tag(self._step))
-            if handle is not None:
-                self._publishing.append(handle)
 
     def drop_gradients(self) -> None:
         for gradients in self._gradients:
@@ -445,7 +380,7 @@ class ZeroSharding:
 
     def slices_of(self, unit: Unit) -> list[tuple[Slice, int, int]]:
         """(slice, start, stop) in the unit's owned range."""
-        return [(p, a, b) for p in self._slices for g, a, b in [self._ranges[p.key]] if g.unit is unit]
+        return self._cut.of_unit(unit)
 
     def make_whole(self, params: Sequence[nn.Parameter], use: str) -> None:
         assert self._residency is not None

@@ -1,0 +1,43 @@
+"""Small numbers that all ranks agree on, each in one collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trilithon.contracts import Collectives, ReduceOp, Tag
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What all ranks agree on before an update."""
+
+    squared_norm: float  # of the mean gradient as it is stored; not finite when an element is not
+    idle: frozenset[str]  # parameters that got no gradient on any rank in this window
+    extra: tuple[float, ...]  # the caller's numbers, summed over ranks
+
+
+class Agreement:
+    """Every method is collective: all ranks call it with as many values and the same `what`, which names it."""
+
+    def __init__(self, control: Collectives, device: torch.device) -> None:
+        self._control, self._device = control, device
+        self.step = -1  # for tags
+
+    def sum(self, numbers: Sequence[float], what: str) -> list[float]:
+        vector = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        self._control.all_reduce(vector, Tag(what, step=self.step)).wait()
+        return [float(value) for value in vector.tolist()]  # one wait for the device, not one per element
+
+    def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
+        """Which flags are up on at least one rank."""
+        vector = torch.tensor(flags, dtype=torch.int32, device=self._device)
+        self._control.all_reduce(vector, Tag(what, step=self.step), ReduceOp.MAX).wait()
+        return [bool(value) for value in vector.tolist()]
+
+    def exchange(self, value: Any, what: str) -> list[Any]:
+        """One small value from every rank, in rank order."""
+        return self._control.all_gather_object(value, Tag(what, step=self.step))

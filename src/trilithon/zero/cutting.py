@@ -1,0 +1,62 @@
+"""Which part of each unit this rank updates: one slice per unit and parameter group, with the shards inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from trilithon.contracts import Shard, Slice
+from trilithon.zero.gradients import UnitGradients
+from trilithon.zero.unit import Unit
+
+
+@dataclass(eq=False, slots=True)
+class Cut:
+    """The slices of this rank, in the order of units, and where each lies in its unit's owned range."""
+
+    slices: list[Slice] = field(default_factory=list)
+    ranges: dict[str, tuple[UnitGradients, int, int]] = field(default_factory=dict)  # by key: start, stop in `unit.own`
+    keys_of: dict[int, set[str]] = field(default_factory=dict)  # by index of the unit
+
+    @staticmethod
+    def of(gradients: Sequence[UnitGradients]) -> Cut:
+        """Cuts what this rank owns of every trainable unit."""
+        cut = Cut()
+        for one in gradients:
+            cut.keys_of[one.unit.index] = set()
+            low, high = one.unit.own
+            for group, start, stop in one.unit.layout.group_ranges(low, high):
+                cut._add(one, group, start, stop)
+        return cut
+
+    def _add(self, gradients: UnitGradients, group: int, start: int, stop: int) -> None:
+        unit = gradients.unit
+        pieces = list(unit.layout.pieces(start, stop))
+        if not pieces:
+            return
+        here = slice(start - unit.own[0], stop - unit.own[0])
+        same = unit.master.data_ptr() == unit.shard.data_ptr() and unit.master.numel() > 0
+        part = Slice(
+            key=f"{unit.name}/{group}",
+            group=group,
+            master=unit.master[here],
+            grad=unit.master[:0],
+            low=None if same else unit.shard[here],
+            shards=[Shard(p.field.name, p.start, p.numel, p.offset, torch.Size(p.field.shape)) for p in pieces],
+        )
+        self.slices.append(part)
+        self.ranges[part.key] = (gradients, here.start, here.stop)
+        self.keys_of[unit.index].add(part.key)
+
+    def hand_out_gradients(self) -> None:
+        """Each slice's `grad` becomes its part of what has been reduced."""
+        for part in self.slices:
+            gradients, start, stop = self.ranges[part.key]
+            assert gradients.result is not None
+            part.grad = gradients.result[start:stop]
+
+    def of_unit(self, unit: Unit) -> list[tuple[Slice, int, int]]:
+        """(slice, start, stop) in the unit's owned range."""
+        return [(p, a, b) for p in self.slices for g, a, b in [self.ranges[p.key]] if g.unit is unit]
