@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 Forward = Callable[[Any, Any], Any]
 
+_FORGOTTEN = 16  # accumulations' worth of backwards without a step, after which somebody should be told
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -129,6 +131,7 @@ class Engine:
         self._require_open()
         if torch.is_grad_enabled() and self.module.training:
             self._open_window()
+        self._sharding.held_gradients.hide()  # compilers look at param.grad
         if self._low is not None:
             args, kwargs = pytree.tree_map_only(Tensor, self._cast, (args, kwargs))
         return self.module(*args, **kwargs)
@@ -172,6 +175,12 @@ class Engine:
         self._sharding.finish_backward()
         window.backwards += 1
         self.micro_steps += 1
+        if window.backwards == _FORGOTTEN * self.accumulation and self.rank == 0:
+            logger.warning(
+                "%d backwards since the last engine.step(): they add up until it is called. (accumulation is %d)",
+                window.backwards,
+                self.accumulation,
+            )
         window.loss = loss.detach().double().reshape(()) + window.loss
         if weight is not None:
             window.weight = (window.weight or 0.0) + float(weight)
@@ -281,7 +290,7 @@ class Engine:
             accepted = self._precision.accept(False)
         except NonFiniteError as error:
             raise NonFiniteError(f"{error} {found}") from None
-        if not accepted:
+        if not accepted and self.rank == 0:  # every rank knows the same
             logger.warning("step %d skipped: %s", self.steps + self.skipped_steps + 1, found)
         return accepted
 

@@ -32,6 +32,7 @@ from trilithon.zero.agreement import Agreement, Settled
 from trilithon.zero.cutting import Cut
 from trilithon.zero.gradients import UnitGradients
 from trilithon.zero.grouping import UnitPlan
+from trilithon.zero.held_gradient import HeldGradients, hide_all
 from trilithon.zero.holding import Holding
 from trilithon.zero.init import built_values
 from trilithon.zero.layout import FlatLayout
@@ -98,6 +99,9 @@ class ZeroSharding:
         for index, gradients in enumerate(self._gradients):
             for position, param in enumerate(gradients.unit.params):
                 self._hooks.append(param.register_post_accumulate_grad_hook(self._arrival(index, position)))
+        self.held_gradients = HeldGradients(
+            [(f.name, p) for g in self._gradients for f, p in zip(g.unit.layout.fields, g.unit.params, strict=True)]
+        )
 
     # ---------------------------------------------------------------------------------------------- construction
     def _plans(self, model: nn.Module, settings: ZeroConfig) -> list[UnitPlan]:
@@ -222,6 +226,7 @@ class ZeroSharding:
             self._abandoned = False
             self._queue.abandon()
             self.drop_gradients()
+        hide_all()
         self._window_open = True
         _RUNNING.append(self)
         self._queue.begin_backward(reduce=reduce, step=self._step, micro_step=self._micro)
@@ -260,6 +265,7 @@ class ZeroSharding:
         self._queue.finish_backward()
         if self._residency is not None:
             self._residency.finish_backward()
+        self.held_gradients.show()
 
     def abandon_backward(self) -> None:
         """An exception left this backward half done: its window is forgotten when the next one begins."""
@@ -332,6 +338,7 @@ class ZeroSharding:
             self._residency.free_all()
 
     def drop_gradients(self) -> None:
+        self.held_gradients.hide()
         for gradients in self._gradients:
             gradients.drop()
         self._window_open = False
@@ -418,6 +425,7 @@ class ZeroSharding:
         return {"parameters": values + outside, "gradients": gradients, "master": master, "in_flight": live}
 
     def close(self) -> None:
+        self.held_gradients.hide()
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
