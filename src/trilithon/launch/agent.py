@@ -223,6 +223,10 @@ def _report(agent: NodeAgent, plan: Plan) -> int:
     lines = [f"trilithon launch: {what} failed first, with {how}; the others were ended."]
     if failure.signal_name == "SIGKILL":
         lines.append("SIGKILL mostly comes from the system when memory runs out: see `dmesg` and lower the memory use.")
+    if failure.left and agent.global_rank is not None:  # ranks that wait for one that is gone fail, and it does not
+        base = agent.global_rank - failure.local_rank
+        gone = ", ".join(str(base + rank) for rank in failure.left)
+        lines.append(f"By then these ranks had ended with exit status 0, perhaps too early: {gone}.")
     print("\n".join(lines), file=sys.stderr)
     print(failure.traceback.rstrip("\n"), file=sys.stderr, end="\n" if failure.traceback else "", flush=True)
     return failure.exit_status

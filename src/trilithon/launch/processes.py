@@ -29,6 +29,7 @@ class Failure:
     exit_status: int
     signal_name: str | None
     traceback: str
+    left: tuple[int, ...] = ()  # local ranks that had ended with status 0 by then
 
 
 class NodeProcesses:
@@ -93,6 +94,7 @@ class NodeProcesses:
             exit_status=status,
             signal_name=signal.Signals(status - 128).name if first in self._killed else None,
             traceback=str(notes[first].get("traceback", "")),
+            left=tuple(sorted(rank for rank, ended in self._exits.items() if ended == 0)),
         )
 
     def end(self, first_signal: signal.Signals, grace_s: float) -> None:

@@ -103,3 +103,10 @@ def test_a_command_that_cannot_start_ends_those_already_started(tmp_path):
     with pytest.raises(LaunchError, match="absent could not be started"):
         NodeProcesses.start(commands, [dict(os.environ)] * 2, [tmp_path / "0", tmp_path / "1"])
     assert not note.exists() or gone(int(note.read_text()))
+
+
+def test_ranks_that_had_left_before_the_failure_are_known(tmp_path):
+    processes = start(tmp_path, "pass", "import time; time.sleep(0.5); raise SystemExit(75)", "pass")
+    failure = wait_for_failure(processes)
+    assert (failure.local_rank, failure.exit_status, failure.left) == (1, 75, (0, 2))
+    processes.end(signal.SIGTERM, 1)
