@@ -45,7 +45,7 @@ class HeldGradient(Tensor):
             "engine.view('grad', name), and the update is engine.step()."
         )
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"HeldGradient('{self.held_name}', shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
