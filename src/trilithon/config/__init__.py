@@ -8,6 +8,7 @@ for origin in explain(config): ...
 from trilithon.config.base import Dtype, Section
 from trilithon.config.batch import BatchConfig, ResolvedBatch, data_parallel_size
 from trilithon.config.comm import CommConfig
+from trilithon.config.moe import MoEConfig
 from trilithon.config.monitor import MonitorConfig
 from trilithon.config.optimizer import Adagrad, Adam, AdamW, Lamb, Lion, OptimizerConfig, Sgd
 from trilithon.config.origin import Origin, Problem, Source
@@ -48,6 +49,7 @@ __all__ = [
     "Linear",
     "Lion",
     "LrRangeTest",
+    "MoEConfig",
     "MonitorConfig",
     "NonFinite",
     "OneCycle",

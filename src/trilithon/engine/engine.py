@@ -27,6 +27,7 @@ from trilithon.comm.ledger import Ledger
 from trilithon.config import Config, ResolvedBatch
 from trilithon.contracts import Precision, StepHook, SyncMode, Update
 from trilithon.engine import overflow
+from trilithon.engine.experts import SpreadExperts
 from trilithon.engine.monitor import Monitor
 from trilithon.errors import NonFiniteError, ProtocolError
 from trilithon.optim.clip import agreed_norm, clip_factor
@@ -59,6 +60,7 @@ class Parts:
     process_groups: Sequence[dist.ProcessGroup]  # made for this engine, which ends them
     low: torch.dtype | None  # what floating inputs are cast to
     monitor: Monitor | None = None
+    experts: SpreadExperts | None = None
 
 
 @dataclass
@@ -91,6 +93,7 @@ class Engine:
         self._batch, self._sharding, self._update = parts.batch, parts.sharding, parts.update
         self._precision, self._rate, self._groups, self._low = parts.precision, parts.rate, parts.groups, parts.low
         self._process_groups = parts.process_groups
+        self._experts = parts.experts
         self._window = _Window()
         self._window_open = self._syncing = True
         self._window_open = False
@@ -356,7 +359,13 @@ class Engine:
         """Ranks may call forward a different number of times inside (generation, evaluation). Collective at both ends.
 
         At stage 3, ranks that are done serve the gathers of the others until all are. No backward inside.
+        Raises ProtocolError when experts are spread over ranks, whose tokens need every rank's forward.
         """
+        if self._experts is not None and self._experts.degrees:
+            raise ProtocolError(
+                f"uneven() with experts spread over ranks (ep_size {self._experts.degrees}): a rank that is done would "
+                "leave the tokens of the others waiting. Call forward equally often, with empty batches at the end."
+            )
         self._uneven = True
         self._sharding.begin_uneven()
         try:
@@ -446,12 +455,15 @@ class Engine:
             raise ProtocolError("this engine was closed; make another with trilithon.initialize().")
 
     def close(self) -> None:
-        """Collective at stage 3: the model gets its whole parameters back, hooks go, state is dropped."""
+        """Collective at stage 3 and with experts spread over ranks: the model gets its whole parameters back, hooks
+        go, state is dropped."""
         if not self._closed:
             self._closed = True
             if self._monitor is not None:
                 self._monitor.close()
             self._sharding.close()
+            if self._experts is not None:
+                self._experts.unite()
             if self._update is not None:
                 self._update.close()
             for process_group in self._process_groups:  # unless the whole of torch.distributed has ended before
