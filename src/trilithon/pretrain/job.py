@@ -28,6 +28,7 @@ from trilithon.engine.engine import Engine
 from trilithon.engine.monitor import Monitor
 from trilithon.errors import CheckpointError, ConfigError, TrilithonError
 from trilithon.models import GPT
+from trilithon.parallel.moe import load_report
 from trilithon.pretrain.agreement import Agreement
 from trilithon.pretrain.artifacts import SHAPE, TOKENIZER, WEIGHTS, save_model, with_tied_names, write_whole
 from trilithon.pretrain.evaluate import held_out_loss, sample_text
@@ -126,8 +127,8 @@ class _Job:
             monitor.close()
         report = self._report(engine, loop)
         self._leave_results(engine, loop, report)
-        if self.config.engine.zero.stage < 3:
-            engine.close()  # at stage 3 that would give every rank the whole model, for which it may have no room
+        if self.config.engine.zero.stage < 3 and not self.shape.experts:
+            engine.close()  # otherwise that would give every rank the whole model, for which it may have no room
         if self.agreement.rank == 0 and not written["quiet"]:
             print_report(report, Console())
         return report
@@ -159,6 +160,7 @@ class _Job:
             accumulation=self.batch.accumulation,
             eval_every=run.eval_every,
             show_every=self.config.engine.monitor.every,
+            load=lambda: load_report(engine.module),
         )
 
     def _report(self, engine: Engine, loop: TrainLoop) -> Report:
