@@ -212,3 +212,23 @@ def test_help_answers_without_torch(arguments):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_mesh_is_drawn_without_a_file_and_batches_follow_its_data_axis(capsys, tmp_path):
+    status, out, err = call(capsys, "check", "--world-size", 8, "--mesh", "--set", "mesh.tensor=4")
+    assert (status, err) == (0, "")
+    assert "8 ranks = 1 pipe x 2 data x 1 sequence x 4 tensor" in out
+    assert "groups of tensor                  [0, 1, 2, 3] [4, 5, 6, 7]" in out
+    file = tmp_path / "mesh.json"
+    file.write_text('{"mesh": {"tensor": 2}, "batch": {"global_size": 8}}')
+    status, out, _ = call(capsys, "check", file, "--world-size", 8, "--json")
+    found = json.loads(out)
+    assert found["mesh"] == {"pipe": 1, "data": 4, "sequence": 1, "tensor": 2}
+    assert found["batch"]["micro_size"] == 2
+
+
+def test_a_mesh_that_does_not_fit_is_a_problem_with_a_way_out(capsys):
+    status, _, err = call(capsys, "check", "--world-size", 6, "--mesh", "--set", "mesh.tensor=4")
+    assert status == 1 and "Start 4 or 8 ranks" in err
+    status, _, err = call(capsys, "check", "--mesh")
+    assert status == 2 and "--world-size" in err

@@ -1,6 +1,7 @@
 """`trilithon check FILE`: everything that is wrong with a configuration, or every value in force and its origin.
 
-Needs no torch and no process group; `--world-size` solves the batch sizes for that many data-parallel ranks.
+Needs no torch and no process group; `--world-size` solves mesh and batch sizes for that many ranks, and `--mesh` draws
+where each of them is and who it talks to.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from trilithon.config.mesh import Axes, draw
 from trilithon.config.origin import Problem
 from trilithon.config.root import Config, Examined, examine, explain
 from trilithon.config.schema import deepspeed_reference, json_schema, reference
@@ -23,8 +25,9 @@ def run(  # noqa: PLR0917 (options of a command line)
         str | None, typer.Argument(metavar="FILE", help="JSON or TOML file of trilithon, or JSON file of DeepSpeed.")
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option("--world-size", "-n", help="Solve the batch sizes for this many data-parallel ranks.")
+        int | None, typer.Option("--world-size", "-n", help="Solve mesh and batch sizes for this many ranks.")
     ] = None,
+    mesh: Annotated[bool, typer.Option("--mesh", help="Draw the mesh of --world-size ranks; needs no FILE.")] = False,
     deepspeed_release: Annotated[
         Literal["0.19", "0.16"],
         typer.Option("--deepspeed-release", help="Release whose defaults a DeepSpeed file relies on."),
@@ -54,31 +57,44 @@ def run(  # noqa: PLR0917 (options of a command line)
 
     trilithon check config.toml --set zero.stage=3 --json
 
+    trilithon check --world-size 8 --mesh --set mesh.tensor=2
+
     trilithon check --schema > trilithon.schema.json
     """
     if schema or show_reference or show_deepspeed:
         typer.echo(json.dumps(json_schema(), indent=2) if schema else reference() if show_reference else "", nl=schema)
         typer.echo(deepspeed_reference() if show_deepspeed and not schema else "", nl=False)
         return
-    if file is None:
+    if mesh and world_size is None:
+        raise typer.BadParameter("say for how many ranks, as in --world-size 8.", param_hint="--mesh")
+    if file is None and not mesh:
         raise typer.BadParameter("name the file to check, or ask for --schema or --reference.", param_hint="FILE")
     try:
         found = examine(
-            Path(file),
+            Path(file) if file is not None else {},
+            name="the defaults",
             overrides=_assignments(changes, "--set"),
             auto=_assignments(auto, "--auto"),
             deepspeed_release=deepspeed_release,
         )
     except ConfigError as error:
-        found = Examined(None, (Problem(file, "", str(error).removeprefix(f"{file}: ")),), (), file, "native")
+        found = Examined(
+            None, (Problem(file or "", "", str(error).removeprefix(f"{file}: ")),), (), file or "", "native"
+        )
     problems = list(found.problems)
-    batch = None
+    axes, batch = None, None
     if found.config is not None and world_size is not None:
         try:
-            batch = found.config.resolve_batch(world_size).model_dump()
+            axes = found.config.mesh.axes(world_size)
+            batch = found.config.resolve_batch(axes.size("data")).model_dump()
         except ConfigError as error:
-            problems.append(Problem(found.where, "batch", str(error)))
-    _print_json(found, problems, batch) if as_json else _print_text(found, problems, batch)
+            problems.append(Problem(found.where, "batch" if axes is not None else "mesh", str(error)))
+    if as_json:
+        _print_json(found, problems, batch, axes)
+    else:
+        _print_text(found, problems, batch, table=not mesh)
+        if mesh and axes is not None:
+            typer.echo("" if problems else draw(axes))
     raise typer.Exit(1 if problems else 0)
 
 
@@ -96,7 +112,7 @@ def _assignments(pairs: list[str] | None, option: str) -> dict[str, Any]:
     return values
 
 
-def _print_json(found: Examined, problems: list[Problem], batch: dict[str, int] | None) -> None:
+def _print_json(found: Examined, problems: list[Problem], batch: dict[str, int] | None, axes: Axes | None) -> None:
     result: dict[str, Any] = {
         "ok": not problems,
         "file": found.where,
@@ -104,6 +120,7 @@ def _print_json(found: Examined, problems: list[Problem], batch: dict[str, int] 
         "problems": [{"where": item.where, "key": item.key, "text": item.text} for item in problems],
         "notes": list(found.notes),
         "batch": batch,
+        "mesh": None if axes is None else dict(zip(axes.names, axes.sizes)),
         "config": None,
         "origins": None,
     }
@@ -115,12 +132,12 @@ def _print_json(found: Examined, problems: list[Problem], batch: dict[str, int] 
     typer.echo(json.dumps(result, indent=2))
 
 
-def _print_text(found: Examined, problems: list[Problem], batch: dict[str, int] | None) -> None:
+def _print_text(found: Examined, problems: list[Problem], batch: dict[str, int] | None, *, table: bool) -> None:
     for problem in dict.fromkeys(problems):
         typer.echo(str(problem), err=True)
     if problems:
         typer.echo(f"{len(problems)} problem{'s' * (len(problems) > 1)} found.", err=True)
-    if found.config is None:
+    if found.config is None or not table:
         return
     typer.echo(
         f"{found.where}: read as {'a DeepSpeed file' if found.format == 'deepspeed' else 'a trilithon configuration'}\n"

@@ -1,16 +1,14 @@
 """Who belongs together: named axes over ranks, and the process groups made from them.
 
-`Axes` is pure arithmetic and knows nothing of torch: rank <-> coordinates in row-major order, the last axis varying
-fastest, so that neighbouring ranks (usually of one host) share the last axis. `make_mesh` and `own_process_group` are
-thin and need a process group.
+`config.mesh.Axes` is pure arithmetic and knows nothing of torch: rank <-> coordinates in row-major order, the last axis
+varying fastest, so that neighbouring ranks (usually of one host) share the last axis. `make_mesh` and
+`own_process_group` are thin and need a process group.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,67 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trilithon.config.mesh import Axes
 from trilithon.errors import ConfigError
 
+__all__ = ["Axes", "axes_of", "init_distributed", "make_mesh", "own_process_group", "rendezvous_store"]
+
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclass(frozen=True, slots=True)
-class Axes:
-    """Named axes and their sizes, e.g. `Axes(("data", "tensor"), (4, 2))` for eight ranks."""
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.names) != len(self.sizes) or len(set(self.names)) != len(self.names) or not self.names:
-            raise ConfigError(f"mesh axes need one size for each distinct name; got {self.names} with {self.sizes}.")
-        if any(size < 1 for size in self.sizes):
-            raise ConfigError(f"mesh axis sizes must be at least 1; got {dict(zip(self.names, self.sizes))}.")
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks the axes span."""
-        return math.prod(self.sizes)
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` is on each axis. Raises ConfigError for a rank outside the mesh."""
-        if not 0 <= rank < self.world_size:
-            raise ConfigError(f"rank {rank} is outside a mesh of {self.world_size} ranks {self._drawn()}.")
-        found: dict[str, int] = {}
-        for name, size in zip(reversed(self.names), reversed(self.sizes)):
-            rank, found[name] = divmod(rank, size)
-        return {name: found[name] for name in self.names}
-
-    def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at these coordinates; the inverse of `coordinates`. Every axis must be given."""
-        if set(coordinates) != set(self.names):
-            raise ConfigError(f"coordinates {dict(coordinates)} do not name exactly the axes {self.names}.")
-        rank = 0
-        for name, size in zip(self.names, self.sizes):
-            if not 0 <= coordinates[name] < size:
-                raise ConfigError(f"coordinate {name}={coordinates[name]} is outside axis {name} of size {size}.")
-            rank = rank * size + coordinates[name]
-        return rank
-
-    def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """The groups of ranks that differ on `axis` only, each in order of that coordinate, by first rank."""
-        size = self._size(axis)
-        firsts = [rank for rank in range(self.world_size) if self.coordinates(rank)[axis] == 0]
-        return [tuple(self.rank({**self.coordinates(first), axis: i}) for i in range(size)) for first in firsts]
-
-    def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The group of `groups(axis)` that contains `rank`."""
-        here = self.coordinates(rank)
-        return tuple(self.rank({**here, axis: i}) for i in range(self._size(axis)))
-
-    def _size(self, axis: str) -> int:
-        if axis not in self.names:
-            raise ConfigError(f"the mesh has no axis {axis!r}; its axes are {self._drawn()}.")
-        return self.sizes[self.names.index(axis)]
-
-    def _drawn(self) -> str:
-        return " x ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes))
 
 
 def init_distributed(backend: str | None = None, timeout_s: float = 1800.0) -> bool:
@@ -135,10 +78,10 @@ def make_mesh(axes: dict[str, int] | None = None, device: str = "cpu") -> Device
 
 
 def own_process_group(
-    mesh: DeviceMesh | None, axis: str = "data", timeout_s: float | None = None,
+    mesh: DeviceMesh | None, axis: str | Sequence[str] = "data", timeout_s: float | None = None,
     split: Callable[[list[int]], list[list[int]]] | None = None,
 ) -> dist.ProcessGroup | None:  # fmt: skip
-    """A new process group over this rank's peers on one axis; None without a mesh.
+    """A new process group over this rank's peers on one axis, or on several; None without a mesh.
 
     split: cuts the ranks of an axis, in order, into smaller groups.
 
@@ -159,6 +102,13 @@ def own_process_group(
             if dist.get_rank() in ranks:
                 mine = made
     return mine
+
+
+def axes_of(mesh: DeviceMesh | None) -> Axes:
+    """The arithmetic of a mesh; one data-parallel rank without one."""
+    if mesh is None:
+        return Axes(("data",), (1,))
+    return Axes(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape))
 
 
 def _integer(name: str) -> int:

@@ -8,6 +8,7 @@ for origin in explain(config): ...
 from trilithon.config.base import Dtype, Section
 from trilithon.config.batch import BatchConfig, ResolvedBatch, data_parallel_size
 from trilithon.config.comm import CommConfig
+from trilithon.config.mesh import Axes, MeshConfig, TensorConfig
 from trilithon.config.moe import MoEConfig
 from trilithon.config.monitor import MonitorConfig
 from trilithon.config.optimizer import Adagrad, Adam, AdamW, Lamb, Lion, OptimizerConfig, Sgd
@@ -34,6 +35,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "Axes",
     "BatchConfig",
     "Bf16",
     "CommConfig",
@@ -49,6 +51,7 @@ __all__ = [
     "Linear",
     "Lion",
     "LrRangeTest",
+    "MeshConfig",
     "MoEConfig",
     "MonitorConfig",
     "NonFinite",
@@ -64,6 +67,7 @@ __all__ = [
     "Section",
     "Sgd",
     "Source",
+    "TensorConfig",
     "WarmupCosineLr",
     "WarmupDecayLr",
     "WarmupLr",

@@ -11,6 +11,7 @@ from trilithon.config.deepspeed_rules import (
     Feature,
     Idle,
     Only,
+    To,
     any_enabled,
     enabled,
     placed,
@@ -24,13 +25,9 @@ def _named(*names: str) -> dict[str, Entry]:
     return {name: Idle("the feature is off") for name in names}
 
 
-def _tensor_parallel(value: Any) -> bool:
-    if not isinstance(value, Mapping):
-        return present(value)
-    sizes = [value.get("autotp_size", 0)]
-    below = value.get("tp")
-    sizes += [below.get("tp_size", 1)] if isinstance(below, Mapping) else []
-    return any(not (same(size, 0) or same(size, 1)) for size in sizes)
+def _ranks(value: Any) -> Any:
+    """0 is another way to say that nothing is cut."""
+    return 1 if same(value, 0) else value
 
 
 def _deep_compile(value: Any) -> bool:
@@ -89,20 +86,29 @@ PIPELINE = Block(
     }
 )
 
+_PLAN = "the plan is found from the model, or given as tensor.plan"
+TENSOR_PARALLEL = Block(
+    {
+        "autotp_size": To("mesh.tensor", _ranks),
+        "tp": Block({"tp_size": To("mesh.tensor", _ranks), "tp_grain_size": Idle("vocabularies are padded as needed")}),
+        "enabled": Idle("the number of ranks says it", "flag"),
+        "dtype": Idle("training computes in the enabled number format"),
+        "tp_overlap_comm": Idle("the exchange of an input's gradient always overlaps with that of the weight", "flag"),
+        "preset_model": Idle(_PLAN),
+        "partition_config": Only((None, {}), _PLAN + "; leave the key out"),
+        "injection_policy_tuple": Only((None,), _PLAN + "; leave the key out"),
+        "vocab_parallel_lm_head": Idle("the model's loss decides whether logits stay cut", "flag"),
+        "vocab_parallel_ce_backend": Idle("there is one implementation"),
+        "keep_module_on_host": Idle("parameters are cut one at a time", "flag"),
+        "replace_with_kernel_inject": Idle("it belongs to inference", "flag"),
+    }
+)
+
 _ENABLED = 'set "enabled" to false or leave the block out'
 FEATURES: dict[str, Entry] = {
     "activation_checkpointing": ACTIVATION_CHECKPOINTING,
     "pipeline": PIPELINE,
-    "tensor_parallel": Feature(
-        "tensor parallelism",
-        _tensor_parallel,
-        "set autotp_size to 0 or leave the block out",
-        _named(
-            *("enabled", "autotp_size", "dtype", "tp_overlap_comm", "preset_model", "partition_config", "tp"),
-            *("vocab_parallel_lm_head", "vocab_parallel_ce_backend", "injection_policy_tuple"),
-            *("keep_module_on_host", "replace_with_kernel_inject"),
-        ),
-    ),
+    "tensor_parallel": TENSOR_PARALLEL,
     "expert_parallel": Feature(
         "converting a model's experts through the configuration",
         enabled,
@@ -186,5 +192,5 @@ FEATURES: dict[str, Entry] = {
     "sparse_gradients": Feature("sparse gradients", present, "set it to false; embeddings then have dense gradients"),
     "graph_harvesting": Feature("graph harvesting", present, "set it to false"),
     "datastates_ckpt": Feature("the DataStates checkpoint engine", present, "leave it out"),
-    "sequence_parallel_size": Only((1, None), "cutting sequences over ranks is not in this version; set it to 1"),
+    "sequence_parallel_size": To("mesh.sequence", _ranks),
 }

@@ -20,6 +20,7 @@ from trilithon.config.batch import BatchConfig, ResolvedBatch
 from trilithon.config.comm import CommConfig
 from trilithon.config.deepspeed_json import check_batch, check_release, native_names, read_deepspeed, recognise
 from trilithon.config.deepspeed_keys import TABLE
+from trilithon.config.mesh import MeshConfig, TensorConfig
 from trilithon.config.moe import MoEConfig
 from trilithon.config.monitor import MonitorConfig
 from trilithon.config.naming import field_path, unknown_keys
@@ -53,6 +54,10 @@ class Config(Section):  # noqa: PLW1641 (pydantic gives frozen classes their __h
     """Number format of parameters: "fp32", "bf16", "fp16", or a block with its settings."""
     zero: ZeroConfig = ZeroConfig()
     """How state is cut over the data-parallel ranks."""
+    mesh: MeshConfig = MeshConfig()
+    """How many parts the model and the batch are cut into."""
+    tensor: TensorConfig = TensorConfig()
+    """How matrices are cut over the tensor axis of the mesh."""
     comm: CommConfig = CommConfig()
     """How ranks talk."""
     moe: MoEConfig = MoEConfig()
@@ -315,6 +320,8 @@ def _without_effect(config: Config, draft: Draft) -> list[str]:
     if isinstance(config.precision, Fp16) and config.precision.loss_scale > 0:
         why = f"no effect, because precision.loss_scale={config.precision.loss_scale:g} fixes the scale"
         idle += [(f"precision.{name}", why) for name in _DYNAMIC_SCALE_ONLY]
+    if config.mesh.tensor == 1:
+        idle += [(f"tensor.{name}", "no effect, because mesh.tensor is 1") for name in ("plan", "cut_norms")]
     if zero.persist_below_numel == 0 and zero.stage == 3:
         idle.append(("zero.persist_total_numel", "no effect, because zero.persist_below_numel is 0"))
     written = ("file", "argument", "override", "deepspeed")

@@ -126,6 +126,8 @@ def _words(annotation: Any) -> Iterator[str]:
             yield from _words(part)
     elif origin is Literal:
         yield from (f"`{part}`" for part in parts)
+    elif origin is dict:
+        yield "block of " + " or ".join(dict.fromkeys(_words(parts[1])))
     elif origin is tuple:
         inside = " or ".join(dict.fromkeys(_words(parts[0])))
         yield f"list of {inside}" if parts[-1] is Ellipsis else f"list of {len(parts)}: {inside}"

@@ -1,7 +1,7 @@
 import pytest
 import torch.distributed as dist
 
-from trilithon.comm.mesh import Axes, init_distributed, make_mesh, own_process_group
+from trilithon.comm.mesh import Axes, axes_of, init_distributed, make_mesh, own_process_group
 from trilithon.errors import ConfigError
 
 CUBE = Axes(("pipe", "data", "tensor"), (2, 3, 2))
@@ -83,3 +83,7 @@ def test_contradicting_values_are_refused(environment, rank, world_size, words):
 def test_a_mesh_that_does_not_span_the_world_says_what_would():
     with pytest.raises(ConfigError, match=r"data=2 x tensor=2 has 4 ranks, but 1 are running. Start 4 processes"):
         make_mesh({"data": 2, "tensor": 2})
+
+
+def test_a_plain_process_is_one_data_parallel_rank():
+    assert axes_of(None) == Axes(("data",), (1,))

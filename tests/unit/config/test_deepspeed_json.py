@@ -188,7 +188,7 @@ ON = [
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, None),
     ("activation_checkpointing.partition_activations", True, False),
     ("pipeline.stages", 4, "auto"),
-    ("tensor_parallel", {"autotp_size": 2}, {"autotp_size": 0}),
+    ("tensor_parallel.partition_config", {"layer_specs": []}, None),
     ("expert_parallel", {"enabled": True}, {"enabled": False}),
     ("elasticity", {"enabled": True, "micro_batch_sizes": [2]}, {"enabled": False}),
     ("curriculum_learning", {"enabled": True}, {"enabled": False, "min_difficulty": 8}),
@@ -208,7 +208,6 @@ ON = [
     ("hybrid_engine", {"enabled": True}, {"enabled": False}),
     ("autotuning", {"enabled": True}, {"enabled": False}),
     ("compile", {"deepcompile": True}, {"deepcompile": False}),
-    ("sequence_parallel_size", 2, 1),
     ("gradient_allreduce_op", "sum", "mean"),
     ("managed_gradient_accumulation", False, True),
     ("checkpoint.load_universal", True, False),
@@ -230,6 +229,14 @@ def test_what_is_not_in_this_version_is_refused_by_name_and_noted_when_off(key, 
     found = problems_of(nested(key, on))
     assert any(problem.startswith(f"config: {key}") for problem in found), found
     assert noted(load(nested(key, off)), key)
+
+
+def test_tensor_and_sequence_degrees_become_axes_of_the_mesh():
+    config = load({"tensor_parallel": {"autotp_size": 2, "dtype": "bf16"}, "sequence_parallel_size": 4})
+    assert (config.mesh.tensor, config.mesh.sequence) == (2, 4)
+    assert noted(config, "tensor_parallel.dtype")
+    off = load({"tensor_parallel": {"tp": {"tp_size": 0}}, "sequence_parallel_size": 1})
+    assert (off.mesh.tensor, off.mesh.sequence) == (1, 1)
 
 
 def test_monitors_share_one_folder():
