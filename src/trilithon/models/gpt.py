@@ -5,7 +5,8 @@
     logits = model(tokens)                 # [B, T, V]
 
 Every parameter is initialised where it is made, so the model can be built under `trilithon.zero.init`, which shards
-each module as soon as it exists. The only tensors besides parameters are the rotary tables, which are not saved.
+each module as soon as it exists. The only tensors besides parameters are the rotary tables, which are not saved. Cut
+over tensor and sequence ranks it computes the same, dropout included.
 """
 
 from __future__ import annotations
@@ -17,33 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trilithon.errors import ConfigError
+from trilithon.models.layers import AttentionCore, Embedding, Linear
 from trilithon.models.rotary import Rotary
 from trilithon.models.settings import GPTConfig
+from trilithon.parallel import Dropout, TokenLoss
 from trilithon.parallel.moe import ConvertedBlock, MoE
+from trilithon.parallel.sequence import CutTokens, HeadExchange
 
 # B batch, T tokens, D width of the residual stream, H heads, E channels of one head, V vocabulary
-
-
-class _Linear(nn.Linear):
-    """A product without bias, initialised with a given standard deviation."""
-
-    def __init__(self, in_features: int, out_features: int, std: float) -> None:
-        self._std = std  # read by reset_parameters, which the parent's constructor calls
-        super().__init__(in_features, out_features, bias=False)
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self._std)
-
-
-class _Embedding(nn.Embedding):
-    """Token vectors, initialised with a given standard deviation."""
-
-    def __init__(self, num_embeddings: int, embedding_dim: int, std: float) -> None:
-        self._std = std
-        super().__init__(num_embeddings, embedding_dim)
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self._std)
 
 
 class Attention(nn.Module):
@@ -51,19 +33,18 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig, rotary: Rotary) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.qkv = _Linear(config.width, 3 * config.width, config.init_std)
-        self.out = _Linear(config.width, config.width, _residual_std(config))
-        self.rotary = rotary  # one table, shared by all blocks
+        self.num_heads, self.head_width = config.num_heads, config.head_width
+        self.qkv = Linear(config.width, 3 * config.width, config.init_std)
+        self.out = Linear(config.width, config.width, _residual_std(config))
+        # one rotary table, shared by all blocks
+        self.attend = HeadExchange(AttentionCore(causal=True, dropout=config.dropout, rotary=rotary))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        batch, num_tokens, width = x_BTD.shape
-        qkv = self.qkv(x_BTD).view(batch, num_tokens, 3, self.num_heads, width // self.num_heads)
+        # as many heads, and of as many tokens, as the product gives: on a mesh that is a part of the heads
+        qkv = self.qkv(x_BTD).unflatten(-1, (3, -1, self.head_width))
         query_BHTE, key_BHTE, value_BHTE = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed_BHTE = F.scaled_dot_product_attention(
-            self.rotary(query_BHTE), self.rotary(key_BHTE), value_BHTE, is_causal=True
-        )
-        out: Tensor = self.out(mixed_BHTE.transpose(1, 2).reshape(batch, num_tokens, width))
+        mixed_BHTE = self.attend(query_BHTE, key_BHTE, value_BHTE)
+        out: Tensor = self.out(mixed_BHTE.transpose(1, 2).flatten(2))
         return out
 
 
@@ -72,8 +53,8 @@ class GeluMLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.up = _Linear(config.width, config.inner_width, config.init_std)
-        self.down = _Linear(config.inner_width, config.width, _residual_std(config))
+        self.up = Linear(config.width, config.inner_width, config.init_std)
+        self.down = Linear(config.inner_width, config.width, _residual_std(config))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         out: Tensor = self.down(F.gelu(self.up(x_BTD)))
@@ -85,9 +66,9 @@ class SwigluMLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.gate = _Linear(config.width, config.inner_width, config.init_std)
-        self.up = _Linear(config.width, config.inner_width, config.init_std)
-        self.down = _Linear(config.inner_width, config.width, _residual_std(config))
+        self.gate = Linear(config.width, config.inner_width, config.init_std)
+        self.up = Linear(config.width, config.inner_width, config.init_std)
+        self.down = Linear(config.inner_width, config.width, _residual_std(config))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         out: Tensor = self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
@@ -103,10 +84,11 @@ class Block(nn.Module):
         self.attention = Attention(config, rotary)
         self.mlp_norm = _norm(config)
         self.mlp = GeluMLP(config) if config.activation == "gelu" else SwigluMLP(config)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
-        out: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
+        out: Tensor = x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
         return out
 
 
@@ -117,14 +99,30 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         rotary = Rotary(config.head_width, config.context, config.rotary_base)
-        self.embedding = _Embedding(config.vocab_size, config.width, config.init_std)
+        self.embedding = Embedding(config.vocab_size, config.width, config.init_std)
         self.blocks = nn.ModuleList(Block(config, rotary) for _ in range(config.num_layers))
         for index in config.sparse_layers():
             self.blocks[index].mlp = _experts(self.blocks[index].mlp, config)
         self.norm = _norm(config)
-        self.head = _Linear(config.width, config.vocab_size, config.init_std)
+        self.head = Linear(config.width, config.vocab_size, config.init_std)
+        self.cut, self.dropout, self.loss = CutTokens(), Dropout(config.dropout), TokenLoss()
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
+
+    @property
+    def tp_plan(self) -> dict[str, str]:
+        """Which layers are cut how over tensor ranks; experts are not."""
+        plan = {
+            "embedding": "vocabulary",
+            "blocks.*.attention.qkv": "column:3",
+            "blocks.*.attention.out": "row",
+            "head": "logits",
+        }
+        columns = ("up",) if self.config.activation == "gelu" else ("gate", "up")
+        for index in sorted(set(range(self.config.num_layers)) - set(self.config.sparse_layers())):
+            plan.update({f"blocks.{index}.mlp.{name}": "column" for name in columns})
+            plan[f"blocks.{index}.mlp.down"] = "row"
+        return plan
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Logits [B, T, V], or with targets their mean cross entropy [] in fp32 (nats per token).
@@ -136,14 +134,12 @@ class GPT(nn.Module):
                 f"A sequence of {tokens_BT.shape[-1]} tokens is longer than the model's context of "
                 f"{self.config.context}. Cut it, or build the model with a larger context."
             )
-        x_BTD = self.embedding(tokens_BT)
+        x_BTD = self.dropout(self.embedding(self.cut(tokens_BT)))
         for block in self.blocks:
             x_BTD = block(x_BTD)
-        logits_BTV: Tensor = self.head(self.norm(x_BTD))
-        if targets_BT is None:
-            return logits_BTV
-        # In fp32: the log of a sum over thousands of bf16 exponentials has an error of the size of late progress.
-        return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
+        logits_BTV = self.head(self.norm(x_BTD))
+        out: Tensor = self.loss.whole(logits_BTV) if targets_BT is None else self.loss(logits_BTV, self.cut(targets_BT))
+        return out
 
     @torch.no_grad()
     def generate(
@@ -165,7 +161,9 @@ class GPT(nn.Module):
         if temperature < 0 or (top_k is not None and top_k < 1):
             raise ConfigError(f"temperature={temperature}, top_k={top_k}: give temperature >= 0 and top_k >= 1.")
         for _ in range(num_tokens):
-            logits_BV = self(tokens_BT[:, -self.config.context :])[:, -1].float()
+            seen_BT = tokens_BT[:, -self.config.context :]
+            last, missing = seen_BT.shape[1] - 1, -seen_BT.shape[1] % self.cut.multiple
+            logits_BV = self(F.pad(seen_BT, (0, missing)))[:, last].float()  # what follows a token cannot reach it
             tokens_BT = torch.cat((tokens_BT, _draw(logits_BV, temperature, top_k, generator)), dim=1)
         return tokens_BT
 

@@ -1,4 +1,4 @@
-"""The shape of a GPT, without torch: sizes, presets, parameters and arithmetic per token."""
+"""The shapes of models, without torch: sizes, presets, parameters and arithmetic per token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from trilithon.config.base import Count, Flag, NonNegativeReal, Positive, PositiveReal, Section
+from trilithon.config.base import Count, Decay, Flag, NonNegativeReal, Positive, PositiveReal, Section
 from trilithon.errors import ConfigError
 
 _SWIGLU_MULTIPLE = 32  # the inner width of SwiGLU is rounded up to this, so that kernels and shards divide it
@@ -43,6 +43,8 @@ class GPTConfig(Section):
     """Room of an expert in training, over what it would get at uniform load. null: nothing is ever dropped."""
     balance_coeff: NonNegativeReal = 0.01
     """Weight of the loss that keeps experts evenly loaded."""
+    dropout: Decay = 0.0
+    """Share of embeddings, attention weights and residual terms that is zeroed in training."""
     rotary_base: PositiveReal = 10_000.0
     """Base of the wavelengths of rotary positions (Su et al. 2021, arXiv:2104.09864, section 3.2.2)."""
     init_std: Annotated[PositiveReal, Field(le=1)] = 0.02
@@ -112,6 +114,84 @@ class GPTConfig(Section):
         matrices = 2 * self.matrix_parameters()
         attention = self.num_layers * 2 * (2 * self.width) * context // 2  # scores and weighted sum of values
         return 3 * (matrices + attention)
+
+
+class LlamaConfig(Section):
+    """The shape of Llama: RMSNorm, SwiGLU, rotary positions, fewer heads of keys and values than of queries.
+
+    Touvron et al. 2023, arXiv:2302.13971, section 2.2; shared heads: Ainslie et al. 2023, arXiv:2305.13245, section 2.
+    """
+
+    vocab_size: Positive
+    """Tokens it reads and predicts."""
+    context: Positive
+    """Longest sequence in tokens."""
+    num_layers: Positive
+    """Blocks of attention and MLP."""
+    width: Positive
+    """Channels of the residual stream."""
+    num_heads: Positive
+    """Heads of queries; each has width / num_heads channels, an even number."""
+    num_kv_heads: Positive
+    """Heads of keys and values; divides num_heads."""
+    inner_width: Positive
+    """Channels inside an MLP."""
+    tie_embeddings: Flag = False
+    """Read tokens and predict them with the same matrix."""
+    rotary_base: PositiveReal = 10_000.0
+    """Base of the wavelengths of rotary positions."""
+    norm_eps: PositiveReal = 1e-5
+    """Added to the mean square inside RMSNorm."""
+    init_std: Annotated[PositiveReal, Field(le=1)] = 0.02
+    """Standard deviation of initial weights."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> LlamaConfig:
+        if self.width % (2 * self.num_heads) or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"width={self.width}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}: heads need an even "
+                "number of channels each, and as many queries for every head of keys"
+            )
+        return self
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.num_heads
+
+
+class BertConfig(Section):
+    """The shape of BERT: an encoder that predicts masked tokens (Devlin et al. 2019, arXiv:1810.04805, section 3)."""
+
+    vocab_size: Positive
+    """Tokens it reads and predicts."""
+    context: Positive
+    """Longest sequence in tokens; each position has a vector."""
+    num_layers: Positive
+    """Blocks of attention and MLP."""
+    width: Positive
+    """Channels of the residual stream."""
+    num_heads: Positive
+    """Attention heads; divides width."""
+    inner_width: Positive
+    """Channels inside an MLP."""
+    num_types: Positive = 2
+    """Kinds of sentences, each with a vector."""
+    dropout: Decay = 0.1
+    """Share of embeddings, attention weights and residual terms that is zeroed in training."""
+    norm_eps: PositiveReal = 1e-12
+    """Added to the variance inside LayerNorm."""
+    init_std: Annotated[PositiveReal, Field(le=1)] = 0.02
+    """Standard deviation of initial weights."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> BertConfig:
+        if self.width % self.num_heads:
+            raise ValueError(f"width={self.width} does not split into num_heads={self.num_heads} heads")
+        return self
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.num_heads
 
 
 # layers, width, heads, context
