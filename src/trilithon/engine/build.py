@@ -17,24 +17,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trilithon.comm.collectives import Group
 from trilithon.comm.ledger import Ledger
-from trilithon.comm.mesh import init_distributed, make_mesh, own_process_group, rendezvous_store
+from trilithon.comm.mesh import init_distributed, rendezvous_store
 from trilithon.comm.watchdog import Watchdog
 from trilithon.config import Bf16, Config, Fp16, Fp32
+from trilithon.config.mesh import REPLICAS
 from trilithon.contracts import Precision, Tag, Update
 from trilithon.engine import capabilities
 from trilithon.engine.allocator import keep_freed_memory
 from trilithon.engine.engine import Engine, Parts
-from trilithon.engine.experts import MakeGroup, SpreadExperts, find_experts
+from trilithon.engine.experts import SpreadExperts, find_experts
 from trilithon.engine.monitor import Monitor
+from trilithon.engine.parallel import EqualReplicas, Parallel
+from trilithon.engine.topology import make_topology, resolve_axes
 from trilithon.errors import ConfigError, ProtocolError
 from trilithon.optim.build import make_update
 from trilithon.optim.groups import AnyOptimizer, OptimizerSettings, groups_of
 from trilithon.optim.groups import Group as ParameterGroup
 from trilithon.optim.learning_rate import AnySchedule, LearningRate
 from trilithon.optim.loss_scale import DynamicScale, NoScale, StaticScale
+from trilithon.zero.composite import Placement
 from trilithon.zero.grouping import FROZEN
+from trilithon.zero.init import built_values
 from trilithon.zero.materialize import materialize_meta
 from trilithon.zero.sharded_parameter import ShardedParameter, find_owner
 from trilithon.zero.sharding import Communicators, Precisions, ZeroSharding
@@ -58,7 +62,7 @@ def initialize(
     optimizer: a torch optimizer over the model's parameters, or a class or function that makes one from parameters;
         None to take `config.optimizer`. With neither the engine only runs forwards.
     lr_schedule: a torch scheduler over that optimizer, or a function from step to rate; None for `config.lr_schedule`.
-    mesh: a DeviceMesh with an axis "data", or of one axis; None for all ranks. parameters: groups for
+    mesh: a DeviceMesh with an axis "data", or of one axis; None for `config.mesh`. parameters: groups for
         `config.optimizer` or an optimizer class, as torch.optim takes them.
     Raises ConfigError for every setting that does not fit, before anything is communicated, and ProtocolError for a
     model that another engine still trains.
@@ -76,26 +80,30 @@ def initialize(
     _check(settings, chosen, schedule)
     _refuse_taken(model)
     groups = groups_of(model, chosen, parameters) if chosen is not None else []
-    distributed = init_distributed(settings.comm.backend, settings.comm.timeout_s)
+    init_distributed(settings.comm.backend, settings.comm.timeout_s)
     device = _device()
     if device.type == "cpu":
         keep_freed_memory()
-    mesh = mesh if mesh is not None or not distributed else make_mesh(device=device.type)
     ledger = Ledger()
-    experts = find_experts(model, _data_size(mesh), settings.moe.data_before_experts)
-    make_group, process_groups = _group_maker(mesh, ledger, settings)
-    comm = Communicators(make_group("control", None), make_group("gather", None), make_group("reduce", None))
-    batch = settings.resolve_batch(comm.control.world_size)
+    axes = resolve_axes(settings, mesh)
+    experts = find_experts(model, axes.size(REPLICAS), settings.moe.data_before_experts)
+    topology = make_topology(settings, axes, mesh, ledger, _watchdog(settings), device)
+    comm = topology.comm
+    batch = settings.resolve_batch(axes.size("data"))
     monitor = _monitor(settings, comm)
-    experts.spread(model, comm.control, make_group)
-    sharding = _sharding(model, groups, settings, comm, batch.accumulation, device, experts)
+    materialize_meta(model, device)
+    parallel = Parallel(model, topology, settings.tensor, device, _whole_values)
+    experts.spread(model, comm.gather, topology.make_group)
+    placements = parallel.placements(experts.placements())
+    sharding = _sharding(model, groups, settings, comm, batch.accumulation, device, placements)
     if monitor is not None:
         monitor.details = sharding.bytes
     try:
-        update = _update(chosen, groups, sharding, device, experts)
+        update = _update(chosen, groups, sharding, device, experts, parallel)
     except ConfigError:  # raised alike on every rank: the caller gets an ordinary model back
         sharding.close()
         experts.unite()
+        parallel.undo()
         raise
     parts = Parts(
         config=settings,
@@ -107,12 +115,22 @@ def initialize(
         rate=LearningRate(groups, schedule),
         groups=groups,
         ledger=ledger,
-        process_groups=process_groups,
+        topology=topology,
+        parallel=parallel,
         monitor=monitor,
         experts=experts,
         low=_low(settings) if getattr(settings.precision, "cast_inputs", False) else None,
     )
-    return Engine(model, parts)
+    engine = Engine(model, parts)
+    if parallel.slices:
+        engine.hooks.append(EqualReplicas(sharding, parallel))
+    return engine
+
+
+def _whole_values(param: nn.Parameter) -> torch.Tensor:
+    """Of a parameter on its way into the engine. Collective for one that was built under zero.init."""
+    built = built_values(param)
+    return param.data if built is None else built
 
 
 def _check(settings: Config, optimizer: AnyOptimizer | None, schedule: object) -> None:
@@ -177,42 +195,6 @@ def _watchdog(settings: Config) -> Watchdog | None:
     return _PROCESS.watchdog
 
 
-def _data_axis(mesh: DeviceMesh | None) -> str:
-    names = tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
-    axis = "data" if "data" in names else (names[0] if len(names) == 1 else "")
-    if mesh is not None and not axis:
-        raise ConfigError(f"the mesh has the axes {names}; one of them must be called 'data'.")
-    return axis
-
-
-def _data_size(mesh: DeviceMesh | None) -> int:
-    return mesh.size(tuple(mesh.mesh_dim_names or ()).index(_data_axis(mesh))) if mesh is not None else 1
-
-
-def _group_maker(
-    mesh: DeviceMesh | None, ledger: Ledger, settings: Config
-) -> tuple[MakeGroup, list[dist.ProcessGroup]]:
-    """What makes the groups that this engine talks in, and where it puts what has to be given back at the end."""
-    axis = _data_axis(mesh)
-    watchdog = _watchdog(settings)
-    made: list[dist.ProcessGroup] = []
-
-    def make(name: str, split: Callable[[list[int]], list[list[int]]] | None) -> Group:
-        timeout_s = settings.comm.timeout_s
-        process_group = own_process_group(mesh, axis, timeout_s, split) if mesh is not None else None
-        if process_group is not None:
-            made.append(process_group)
-        return Group(
-            process_group,
-            name=name,
-            ledger=ledger,
-            watchdog=watchdog,
-            shared_memory=settings.comm.shared_memory,
-        )
-
-    return make, made
-
-
 def _monitor(settings: Config, comm: Communicators) -> Monitor | None:
     """What the configuration asks to be recorded; None when it says nothing about it. Collective."""
     if not settings.monitor.model_fields_set:
@@ -239,9 +221,8 @@ def _low(settings: Config) -> torch.dtype | None:
 
 def _sharding(  # noqa: PLR0917 (called once, with everything that build has made)
     model: nn.Module, groups: list[ParameterGroup], settings: Config, comm: Communicators, accumulation: int,
-    device: torch.device, experts: SpreadExperts,
+    device: torch.device, placements: Mapping[int, Placement],
 ) -> ZeroSharding:  # fmt: skip
-    materialize_meta(model, device)
     names = {name: index for index, group in enumerate(groups) for name in group.names}
     group_of = {id(param): names.get(name, FROZEN) for name, param in model.named_parameters()}
     low = _low(settings)
@@ -251,7 +232,6 @@ def _sharding(  # noqa: PLR0917 (called once, with everything that build has mad
     if device.type != "cpu":
         _move_buffers(model, device)
     precisions = Precisions(low, wire, accumulate)
-    placements = experts.placements()
     return ZeroSharding(model, lambda param: group_of[id(param)], settings.zero, comm, precisions, device, placements)
 
 
@@ -266,15 +246,18 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = moved[buffer]
 
 
-def _update(
+def _update(  # noqa: PLR0917 (called once)
     optimizer: AnyOptimizer | None, groups: list[ParameterGroup], sharding: ZeroSharding, device: torch.device,
-    experts: SpreadExperts,
+    experts: SpreadExperts, parallel: Parallel,
 ) -> Update | None:  # fmt: skip
     if optimizer is None:
         return None
     names = sharding.trainable_names
     if experts.degrees:  # a rank's block of the experts is not a whole parameter
         way_out = "Keep whole experts on every rank (ep_size=1, at zero.stage=0)"
+        return make_update(optimizer, groups, names, device=device, way_out=way_out)
+    if parallel.slices:  # nor is a slice of a matrix
+        way_out = "Keep whole matrices on every rank (mesh.tensor=1, at zero.stage=0)"
         return make_update(optimizer, groups, names, device=device, way_out=way_out)
     return make_update(optimizer, groups, names, whole=sharding.stage == 0, device=device)
 

@@ -29,6 +29,8 @@ from trilithon.contracts import Precision, StepHook, SyncMode, Update
 from trilithon.engine import overflow
 from trilithon.engine.experts import SpreadExperts
 from trilithon.engine.monitor import Monitor
+from trilithon.engine.parallel import Parallel
+from trilithon.engine.topology import Topology
 from trilithon.errors import NonFiniteError, ProtocolError
 from trilithon.optim.clip import agreed_norm, clip_factor
 from trilithon.optim.groups import Group
@@ -57,7 +59,8 @@ class Parts:
     rate: LearningRate
     groups: Sequence[Group]
     ledger: Ledger
-    process_groups: Sequence[dist.ProcessGroup]  # made for this engine, which ends them
+    topology: Topology
+    parallel: Parallel
     low: torch.dtype | None  # what floating inputs are cast to
     monitor: Monitor | None = None
     experts: SpreadExperts = field(default_factory=SpreadExperts)
@@ -75,9 +78,10 @@ class _Window:
 class Engine:
     """Trains one model. Made by `trilithon.initialize`; a context manager that closes itself.
 
-    Read-only: module, config, device, rank, world_size, accumulation, steps (updates applied), skipped_steps,
-    micro_steps, global_samples, lr, loss_scale, ledger; and of the last step: grad_norm (before clipping),
-    clip_factor, non_finite (elements of the gradient, over all ranks), loss (mean over ranks and micro-batches).
+    Read-only: module, config, device, rank, world_size, mesh (who is where), slices (parameters cut over tensor ranks),
+    accumulation, steps (updates applied), skipped_steps, micro_steps, global_samples, lr, loss_scale, ledger; and of
+    the last step: grad_norm (before clipping), clip_factor, non_finite (elements of the gradient, over all ranks),
+    loss (mean over ranks and micro-batches).
     """
 
     def __init__(self, module: nn.Module, parts: Parts) -> None:
@@ -92,7 +96,7 @@ class Engine:
         self.non_finite = 0
         self._batch, self._sharding, self._update = parts.batch, parts.sharding, parts.update
         self._precision, self._rate, self._groups, self._low = parts.precision, parts.rate, parts.groups, parts.low
-        self._process_groups = parts.process_groups
+        self.mesh, self.slices, self._parallel = parts.topology, parts.parallel.slices, parts.parallel
         self._experts = parts.experts
         self._window = _Window()
         self._window_open = self._syncing = True
@@ -452,17 +456,17 @@ class Engine:
             raise ProtocolError("this engine was closed; make another with trilithon.initialize().")
 
     def close(self) -> None:
-        """Collective at stage 3 and with experts spread over ranks: the model gets its whole parameters back, hooks
-        go, state is dropped."""
+        """Collective at stage 3 and on a mesh: the model gets its whole parameters back, hooks go, state is dropped."""
         if not self._closed:
             self._closed = True
             if self._monitor is not None:
                 self._monitor.close()
             self._sharding.close()
             self._experts.unite()
+            self._parallel.undo()
             if self._update is not None:
                 self._update.close()
-            for process_group in self._process_groups:  # unless the whole of torch.distributed has ended before
+            for process_group in self.mesh.process_groups:  # unless the whole of torch.distributed has ended before
                 if dist.is_initialized() and process_group in dist.distributed_c10d._world.pg_map:
                     dist.destroy_process_group(process_group)
 

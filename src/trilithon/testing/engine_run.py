@@ -53,7 +53,7 @@ def train_on_engine(
     losses, norms, factors, noted = [], [], [], []
     with initialize(make_model(), {**config, "batch": sizes}, optimizer, lr_schedule) as engine:
         for micro_batches in batches:
-            parts = [rank_part(batch, engine.rank, engine.world_size) for batch in micro_batches]
+            parts = [rank_part(batch, engine.mesh.data_rank, engine.mesh.data_size) for batch in micro_batches]
             losses.append(engine.train_step(parts))
             assert engine.grad_norm is not None and engine.clip_factor is not None
             norms.append(engine.grad_norm)

@@ -56,16 +56,19 @@ class Placement:
 
     replicas: who else holds it; None for the data axis. region, parts: it is a block of a larger parameter, which the
     ranks of `parts` hold in order along the one dimension in which block and whole differ. keep_dtype: it is computed
-    in its own type under bf16 and fp16 as well.
+    in its own type under bf16 and fp16 as well. assemble: makes the whole parameter of a block that is no region.
     """
 
     replicas: Replicas | None = None
     region: Region | None = None
     parts: Collectives | None = None
     keep_dtype: bool = False
+    assemble: Callable[[Tensor], Tensor] | None = None
 
     def join(self, block: Tensor, tag: Tag) -> Tensor:
         """Collective over `parts`: the whole parameter."""
+        if self.assemble is not None:
+            return self.assemble(block)
         if self.region is None or self.parts is None or self.parts.world_size == 1:
             return block
         everyone = block.new_empty(self.parts.world_size, *block.shape)
