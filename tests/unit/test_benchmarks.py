@@ -183,3 +183,15 @@ def test_the_model_has_the_parameters_that_its_shape_counts_and_the_data_repeat(
     assert sum(param.numel() for param in build(shape).parameters()) == shape.num_parameters()
     assert batch(shape, 1, 3).equal(batch(shape, 1, 3))
     assert not batch(shape, 0, 3).equal(batch(shape, 1, 3))
+
+
+def test_a_mesh_trains_like_plain_torch_beside_it(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    done = run(
+        "parallel.py", "--only", "norms", "--ranks", 2, "--rounds", 2, "--steps", 1, "--batch", 2, "--context", 16,
+        "--width", 32, "--heads", 4, "--layers", 1, "--vocab", 64, "--out", out,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(out)
+    assert [(row["axis"], row["system"]) for row in rows] == [("norms", "torch"), ("norms", "trilithon")]
+    assert rows[0]["losses_apart"] < 1e-3 and rows[0]["speed_ratio"] == 1.0

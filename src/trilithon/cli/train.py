@@ -38,6 +38,8 @@ _KEYS = {
     "prompt": "run.prompt",
     "sample_tokens": "run.sample_tokens",
     "zero_stage": "zero.stage",
+    "tp": "mesh.tensor",
+    "sp": "mesh.sequence",
     "precision": "precision",
     "batch_size": "batch.global_size",
     "micro_batch": "batch.micro_size",
@@ -82,6 +84,8 @@ def run(
     top_k: Annotated[int | None, typer.Option("--top-k", help="Experts that each token goes to.")] = None,
     ep_size: Annotated[int | None, typer.Option("--ep-size", help="Ranks over which experts are spread.")] = None,
     zero_stage: Annotated[int | None, typer.Option("--zero-stage", "-z", help="0, 1, 2 or 3: what is sharded.")] = None,
+    tp: Annotated[int | None, typer.Option("--tp", help="Ranks that share each matrix (tensor slices).")] = None,
+    sp: Annotated[int | None, typer.Option("--sp", help="Ranks that share each sequence.")] = None,
     precision: Annotated[str | None, typer.Option("--precision", "-p", help="fp32, bf16 or fp16.")] = None,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", "-b", help="Sequences of a step, all ranks.")
@@ -123,6 +127,7 @@ def run(
       trilithon train --data src/ --suffix .py --nproc 2 --zero-stage 3 --precision bf16
       trilithon train --data 'books/*.txt' --tokenizer bpe --vocab 8192 --model small
       trilithon train --data texts/ --experts 8 --top-k 1 --ep-size 2 --nproc 2
+      trilithon train --data src/ --suffix .py --nproc 4 --tp 2 --zero-stage 1
       trilithon train --config run.toml --lr 6e-4 --set zero.bucket_numel=1000000
       torchrun --nproc-per-node 4 -m trilithon.cli.main train --data texts/ --zero-stage 2
     """

@@ -18,22 +18,25 @@ def held_out_loss(
     blocks: TokenBlocks,
     agreement: Agreement,
     *,
+    part: tuple[int, int] | None = None,
     micro_size: int,
     max_batches: int,
     device: torch.device,
 ) -> float:
     """Mean loss in nats per token over held-out blocks, the same on every rank.
 
-    loss_of: mean loss of a batch of inputs and targets [B, T]. At most max_batches batches of micro_size are taken by
+    loss_of: mean loss of a batch of inputs and targets [B, T]. part: index of this rank's part of the blocks and number
+    of parts, when several ranks share one. At most max_batches batches of micro_size are taken by
     each rank, from blocks spread evenly over the text and always the same ones. Every rank computes equally many
     batches, because at ZeRO stage 3 a forward pass is collective; a rank that runs out of blocks computes one again,
     with weight 0.
     """
-    num_blocks = min(len(blocks), max_batches * micro_size * agreement.world_size)
-    per_round = micro_size * agreement.world_size
+    index, parts = part or (agreement.rank, agreement.world_size)
+    num_blocks = min(len(blocks), max_batches * micro_size * parts)
+    per_round = micro_size * parts
     total = weight = 0.0
     for start in range(0, num_blocks, per_round):
-        first = start + agreement.rank * micro_size
+        first = start + index * micro_size
         mine = [blocks[i * len(blocks) // num_blocks] for i in range(first, min(first + micro_size, num_blocks))]
         used = mine or [blocks[0]]
         inputs = torch.stack([block[0] for block in used]).to(device)

@@ -63,6 +63,9 @@ class _Job:
         # Without a watchdog: tokenising may keep rank 0 busy for longer than ranks wait for each other in training.
         group = Group(own_process_group(make_mesh()) if distributed else None, name="pretrain")
         self.agreement = Agreement(group)
+        axes = config.engine.mesh.axes(self.agreement.world_size)
+        # ranks that share a batch: those of one data rank
+        self.data_rank, self.data_size = axes.index("data", self.agreement.rank), axes.size("data")
         self.out = self.agreement.on_first_rank(lambda: _make_folder(config), "pretrain.folder")
         try:
             self._settle()
@@ -80,7 +83,7 @@ class _Job:
         self.shape = config.model.shape(self.corpus.manifest.vocab_size)
         self.train = TokenBlocks(self.corpus.train, self.shape.context)
         self.held_out = TokenBlocks(self.corpus.held_out, self.shape.context)
-        self.batch = config.engine.batch.resolve(self.agreement.world_size)
+        self.batch = config.engine.batch.resolve(self.data_size)
         self.agreement.on_first_rank(self._open_folder, "pretrain.folder")
 
     def _open_folder(self) -> None:
@@ -140,8 +143,8 @@ class _Job:
             loader=Loader(
                 self.train,
                 self.batch.micro_size,
-                rank=agreement.rank,
-                world_size=agreement.world_size,
+                rank=self.data_rank,
+                world_size=self.data_size,
                 seed=self.config.engine.seed,
                 num_workers=self.config.data.workers,
             ),
@@ -152,6 +155,7 @@ class _Job:
                 lambda inputs, targets: engine.eval_step((inputs, targets), call_with_targets),
                 self.held_out,
                 agreement,
+                part=(self.data_rank, self.data_size),
                 micro_size=self.batch.micro_size,
                 max_batches=run.eval_batches,
                 device=engine.device,
