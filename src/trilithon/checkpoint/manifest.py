@@ -215,12 +215,10 @@ def _manifest(content: Mapping[str, Any]) -> Manifest:
         for entry in content["entries"]
     )
     for entry in entries:
-        DTYPES[entry.dtype]  # noqa: B018 (an unknown type is damage)
+        DTYPES[entry.dtype]
     files = {name: FileRecord(file["bytes"], tuple(file["blocks"])) for name, file in content["files"].items()}
     plain = ("tag", "step", "saved_at", "world_size", "zero_stage", "precision", "config", "library", "aliases")
-    return Manifest(
-        **{key: content[key] for key in (*plain, "block_bytes", "version")}, entries=entries, files=files
-    )
+    return Manifest(**{key: content[key] for key in (*plain, "block_bytes", "version")}, entries=entries, files=files)
 
 
 def check_coverage(entries: Sequence[Entry]) -> None:

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +61,9 @@ def header_of(spans: Sequence[Span]) -> bytes:
         shape = list(span.shape) if span.whole else [span.numel]
         code = _CODES.get(span.dtype)
         if code is None:
-            raise CheckpointError(f"{span.part} of '{span.name}' is of type {span.dtype}, which safetensors cannot hold.")
+            raise CheckpointError(
+                f"{span.part} of '{span.name}' is of type {span.dtype}, which safetensors cannot hold."
+            )
         entries[key_of(span)] = {"dtype": code, "shape": shape, "data_offsets": [at, at + span.bytes]}
         at += span.bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -78,7 +81,8 @@ def bytes_of(values: Tensor) -> memoryview:
     if sys.byteorder != "little":
         raise CheckpointError("checkpoints are little-endian; this machine is not, and cannot read or write them.")
     flat = values.detach().reshape(-1).contiguous().cpu()
-    return memoryview(flat.view(torch.uint8).numpy())
+    raw: Any = flat.view(torch.uint8).numpy()
+    return memoryview(raw)
 
 
 def write_payload(
@@ -122,7 +126,9 @@ class VerifiedFiles:
     def __enter__(self) -> VerifiedFiles:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -163,7 +169,7 @@ class VerifiedFiles:
     def _fill(self, file: str, start: int, block: bytearray) -> None:
         view, at = memoryview(block), start
         descriptor = self._descriptor(file)
-        while len(view):
+        while view:
             try:
                 got = os.preadv(descriptor, [view], at)
             except OSError as error:

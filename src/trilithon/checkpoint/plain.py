@@ -26,7 +26,7 @@ from trilithon.errors import CheckpointError
 
 def to_json(value: Any, where: str = "") -> Any:
     """Plain data as what `json.dumps` takes. Raises CheckpointError with the path of what is not plain data."""
-    if value is None or isinstance(value, bool | str | int) and not isinstance(value, Enum):
+    if value is None or (isinstance(value, bool | str | int) and not isinstance(value, Enum)):
         return value if type(value) in (type(None), bool, str, int) else _builtin(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
@@ -95,7 +95,9 @@ def from_json(value: Any) -> Any:
             return _SEQUENCES[mark](from_json(item) for item in inner)
         if mark.startswith("$"):
             if mark not in _READERS:
-                raise CheckpointError(f"state.json holds a value of unknown kind {mark!r}; read it with a newer release.")
+                raise CheckpointError(
+                    f"state.json holds a value of unknown kind {mark!r}; read it with a newer release."
+                )
             return _READERS[mark](inner)
     return {key: from_json(item) for key, item in value.items()}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
@@ -56,7 +57,7 @@ def _cut(span: Span, limit: int) -> list[Span]:
     bounds = [span.numel * index // count for index in range(count + 1)]
     return [
         replace(span, start=span.start + low, numel=high - low, offset=span.offset + low)
-        for low, high in zip(bounds, bounds[1:])
+        for low, high in pairwise(bounds)
     ]
 
 

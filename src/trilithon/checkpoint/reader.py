@@ -50,7 +50,9 @@ class CheckpointReader:
     def __enter__(self) -> CheckpointReader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -92,7 +94,9 @@ class CheckpointReader:
         entry = self.entry(part, name)
         count = entry.numel - start if numel is None else numel
         if start < 0 or count < 0 or start + count > entry.numel:
-            raise CheckpointError(f"{part} of '{name}' has {entry.numel} elements; {start} to {start + count} was asked.")
+            raise CheckpointError(
+                f"{part} of '{name}' has {entry.numel} elements; {start} to {start + count} was asked."
+            )
         flat = torch.empty(count, dtype=entry.torch_dtype)
         self.fill([Wanted(entry, start, flat)])
         return flat.view(entry.shape) if numel is None and start == 0 else flat
@@ -107,7 +111,7 @@ class CheckpointReader:
             self._copy(file, offset, count, into, dtype)
 
     def _reads(self, one: Wanted, stored: Entry) -> list[tuple[str, int, int, Tensor, torch.dtype]]:
-        """(file, offset, bytes, destination, stored type) for each chunk that overlaps: DCP's resharding, in one dim."""
+        """(file, offset, bytes, destination, stored type) per chunk that overlaps: DCP's resharding, in one dim."""
         dtype = stored.torch_dtype
         saved = TensorStorageMetadata(
             TensorProperties(dtype),

@@ -110,7 +110,9 @@ def save(
     return complete(prepared, ranks, retention or Retention())
 
 
-def prepare(folder: Path, tag: str, contents: Contents, ranks: Coordinator, *, file_bytes: int = FILE_BYTES) -> Prepared:
+def prepare(
+    folder: Path, tag: str, contents: Contents, ranks: Coordinator, *, file_bytes: int = FILE_BYTES
+) -> Prepared:
     """Everything that can be refused before the first byte is written. Collective.
 
     Raises CheckpointError, on every rank: names that differ between ranks, data that is not plain, tensors that no rank
@@ -127,7 +129,9 @@ def prepare(folder: Path, tag: str, contents: Contents, ranks: Coordinator, *, f
     offers = [answer[0] for answer in answers]
     entries = planning.entries_of(offers)
     planning.check_offers(offers, entries)
-    files = planning.files_of(planning.chosen(pieces, planning.assign(offers, ranks.rank)), contents.holdings, file_bytes)
+    files = planning.files_of(
+        planning.chosen(pieces, planning.assign(offers, ranks.rank)), contents.holdings, file_bytes
+    )
     state = {"shared": to_json(dict(contents.shared)), "ranks": [answer[1] for answer in answers]}
     own_bytes = planning.bytes_of_files(files)
     prepared = Prepared(
@@ -149,7 +153,9 @@ def _agree(folder: Path, tag: str, step: int, ranks: Coordinator) -> str:
         values = [answer[index] for answer in answers]
         if len(set(values)) > 1:
             told = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values[:8]))
-            raise CheckpointError(f"ranks save to different names ({what}: {told}). Pass the same {what} on every rank.")
+            raise CheckpointError(
+                f"ranks save to different names ({what}: {told}). Pass the same {what} on every rank."
+            )
     if not tag or tag.startswith(".") or "/" in tag or "\\" in tag or "\0" in tag or tag in (POINTER, MANIFEST):
         raise CheckpointError(
             f"tag={tag!r} cannot name a checkpoint: it becomes the name of a folder, does not begin with a dot and is "
@@ -164,7 +170,7 @@ def _make_room(prepared: Prepared) -> None:
     needed, free = prepared.total_bytes + _manifest_bytes(prepared), durable.free_bytes(prepared.root)
     if needed > free:
         raise CheckpointError(
-            f"the checkpoint '{prepared.tag}' needs {_readable(needed)} and {prepared.root} has {_readable(free)} left; "
+            f"the checkpoint '{prepared.tag}' needs {_readable(needed)} and {prepared.root} has {_readable(free)}; "
             "nothing was written and older checkpoints are as they were. Make room, or save elsewhere."
         )
     durable.make_folder(prepared.partial)
@@ -191,7 +197,8 @@ def _from(holdings: Sequence[Holding]) -> Callable[[Sequence[Piece]], Iterator[T
     """Values as they are when they are written; each holding is open while its pieces are."""
 
     def values(pieces: Sequence[Piece]) -> Iterator[Tensor]:
-        index, stack, opened = -1, ExitStack(), {}
+        index, stack = -1, ExitStack()
+        opened: Mapping[str, Tensor] = {}
         try:
             for piece in pieces:
                 if piece.holding != index:
@@ -226,7 +233,9 @@ def complete(prepared: Prepared, ranks: Coordinator, retention: Retention) -> Pa
     """Write, make durable, give it its name. Collective; may run in a thread with a coordinator of its own."""
     try:
         written = together(ranks, "files of the checkpoint", lambda: _write(prepared, ranks.rank))
-        together(ranks, "end of the checkpoint", lambda: _commit(prepared, written, retention) if ranks.rank == 0 else None)
+        together(
+            ranks, "end of the checkpoint", lambda: _commit(prepared, written, retention) if ranks.rank == 0 else None
+        )
     except CheckpointError:
         if ranks.rank == 0:
             durable.remove_folder(prepared.partial)

@@ -99,7 +99,7 @@ class UnitGradients:
         return self._filled
 
     def restore_result(self) -> None:
-        """Zeros, to be filled with the mean over ranks of an earlier part of this window; later reductions add to it."""
+        """Zeros, to be filled with the mean over ranks of what was reduced before; later reductions add to it."""
         low, high = self.unit.layout.owned(self.rank)
         numel = self.unit.layout.padded if self._in_place else high - low
         owner = resident(numel, self._accumulate, self.unit.flat.device)
