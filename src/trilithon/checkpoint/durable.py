@@ -110,7 +110,7 @@ def cannot_write(path: Path, error: OSError) -> CheckpointError:
     """The error of the system in the words of this library."""
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        way_out = "Make room there, keep fewer checkpoints (checkpoint.keep), or save elsewhere."
+        way_out = "Make room there, keep fewer checkpoints (checkpoints.keep), or save elsewhere."
     elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         way_out = "Save to a folder that this user may write to."
     else:

@@ -94,7 +94,7 @@ class Checkpointing:
         return self._background.last
 
     def save(self, folder: Path | str, tag: str | None, client_state: Mapping[str, Any] | None, blocking: bool) -> Path:
-        engine, begun, settings = self._engine, time.monotonic(), self._engine.config.checkpoint
+        engine, begun, settings = self._engine, time.monotonic(), self._engine.config.checkpoints
         if client_state is not None and not isinstance(client_state, Mapping):
             raise CheckpointError(f"client_state is a {type(client_state).__name__}; pass a dictionary of plain data.")
         self._background.collect()
