@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trilithon.checkpoint import durable
-from trilithon.checkpoint.manifest import read_manifest
+from trilithon.checkpoint.manifest import POINTER, read_manifest
 from trilithon.checkpoint.reader import tags
 
 _OLD_S = 24 * 3600.0  # after which a hidden folder of another host is taken for abandoned
@@ -53,7 +53,10 @@ def prune(root: Path, retention: Retention, newest: str) -> list[str]:
 
 
 def clear_leftovers(root: Path) -> None:
-    """Remove what saves that were killed left behind; folders that a living process may be writing are not touched."""
+    """Remove what saves that were killed left behind; what a living process may be writing is not touched."""
+    for path in root.glob(f".{POINTER}.*"):
+        if _abandoned(path):
+            path.unlink(missing_ok=True)
     for path in durable.leftovers(root, (".partial", ".removing", ".replaced")):
         if path.name.endswith(".removing") or (path.name.endswith(".partial") and _abandoned(path)):
             durable.remove_folder(path)
@@ -64,7 +67,7 @@ def clear_leftovers(root: Path) -> None:
 
 
 def _abandoned(path: Path) -> bool:
-    found = re.search(r"\.([A-Za-z0-9-]+)-(\d+)-[0-9a-f]{8}\.partial$", path.name)
+    found = re.search(r"\.([A-Za-z0-9-]+)-(\d+)-[0-9a-f]{8}(\.partial)?$", path.name)
     host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
     if found is not None and found[1] == host:
         try:

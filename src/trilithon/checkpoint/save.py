@@ -26,7 +26,7 @@ from torch import Tensor
 
 from trilithon.checkpoint import durable, planning
 from trilithon.checkpoint.agreement import Coordinator, together
-from trilithon.checkpoint.digest import Digester
+from trilithon.checkpoint.digest import BLOCK_BYTES, Digester
 from trilithon.checkpoint.manifest import (
     MANIFEST,
     POINTER,
@@ -295,6 +295,7 @@ def _manifest(prepared: Prepared, written: Sequence[Written]) -> Manifest:
         entries=(*contents.views, *entries),
         files=files,
         aliases=dict(contents.aliases),
+        block_bytes=BLOCK_BYTES,
         **contents.about,
     )
 
