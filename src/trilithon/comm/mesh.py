@@ -135,12 +135,13 @@ def make_mesh(axes: dict[str, int] | None = None, device: str = "cpu") -> Device
 
 
 def own_process_group(
-    mesh: DeviceMesh | None, axis: str = "data", timeout_s: float | None = None
+    mesh: DeviceMesh | None, axis: str = "data", timeout_s: float | None = None, backend: str | None = None
 ) -> dist.ProcessGroup | None:
     """A new process group over this rank's peers on one axis; None without a mesh.
 
     Collectives that may be in flight at the same time each need their own (see `comm.collectives.Group`), whereas
-    `mesh.get_group(axis)` always returns the same one. Collective: every rank of the mesh calls it.
+    `mesh.get_group(axis)` always returns the same one. backend: None for that of the default group. Collective: every
+    rank of the mesh calls it.
     """
     if mesh is None:
         return None
@@ -151,7 +152,7 @@ def own_process_group(
     mine: dist.ProcessGroup | None = None
     for members in named.groups(axis):
         ranks = [flat[member] for member in members]
-        made = dist.new_group(ranks, timeout=timeout)
+        made = dist.new_group(ranks, timeout=timeout, backend=backend)
         if dist.get_rank() in ranks:
             mine = made
     return mine

@@ -10,11 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import torch.distributed as dist
 
 from trilithon.checkpoint.agreement import Coordinator, together
 from trilithon.checkpoint.background import Background
@@ -76,12 +73,10 @@ class OverGroup:
 class Checkpointing:
     """The saves and loads of one engine."""
 
-    def __init__(self, engine: Engine, process_group: dist.ProcessGroup | None) -> None:
-        """process_group: any over the engine's ranks; None for one rank."""
-        self._engine, self._control, self._process_group = engine, OverTraining(engine), process_group
+    def __init__(self, engine: Engine, make_writers: Callable[[], Group]) -> None:
+        self._engine, self._control, self._make_writers = engine, OverTraining(engine), make_writers
         self._background = Background()
-        self._writers: OverGroup | None = None
-        self._own_group: dist.ProcessGroup | None = None
+        self._writers: Group | None = None
         self._loaded: dict[Path, str] = {}  # folder -> tag that was loaded from it: never removed by this run
         self._mixed = ""  # why the engine holds half of a checkpoint
 
@@ -114,14 +109,8 @@ class Checkpointing:
     def _talkers(self) -> Coordinator:
         """The group for what happens while files are written; made at the first save, by all ranks together."""
         if self._writers is None:
-            group = None
-            if self._process_group is not None:
-                ranks = dist.get_process_group_ranks(self._process_group)
-                timeout = timedelta(seconds=self._engine.config.comm.timeout_s)
-                group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
-            self._own_group = group
-            self._writers = OverGroup(Group(group, name="checkpoint"))
-        return self._writers
+            self._writers = self._make_writers()
+        return OverGroup(self._writers)
 
     def load(self, folder: Path | str, tag: str | None, strict: bool, parts: Sequence[str] | None) -> LoadReport:
         engine = self._engine
@@ -192,9 +181,9 @@ class Checkpointing:
         try:
             self._background.collect()
         finally:
-            group, self._own_group, self._writers = self._own_group, None, None
-            if group is not None and dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
-                dist.destroy_process_group(group)
+            writers, self._writers = self._writers, None
+            if writers is not None:
+                writers.destroy()
 
 
 def _notes(engine: Engine) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from trilithon.checkpoint.report import LoadReport, SaveProgress, SaveReport
+from trilithon.comm.collectives import Group as Communicator
 from trilithon.comm.ledger import Ledger
 from trilithon.config import Config, ResolvedBatch
 from trilithon.contracts import Precision, StepHook, SyncMode, Update
@@ -62,6 +63,7 @@ class Parts:
     groups: Sequence[Group]
     ledger: Ledger
     process_groups: Sequence[dist.ProcessGroup]  # made for this engine, which ends them
+    writers: Callable[[], Communicator]  # makes the group that checkpoints are written in; collective
     low: torch.dtype | None  # what floating inputs are cast to
     monitor: Monitor | None = None
 
@@ -103,7 +105,7 @@ class Engine:
         self._uneven = self._closed = False
         self._idle: frozenset[str] = frozenset()
         self.stateful: dict[str, Stateful] = {}
-        self._checkpointing = Checkpointing(self, parts.process_groups[0] if parts.process_groups else None)
+        self._checkpointing = Checkpointing(self, parts.writers)
 
     # ------------------------------------------------------------------------------------------------ properties
     @property

@@ -112,7 +112,9 @@ class Restore:
             self._reader.fill(self._frozen_wanted())
             for name, buffer in persistent_buffers(self._engine.module):
                 if name in self._plan.buffers:
-                    self._into(buffer, self._plan.buffers[name].part, self._plan.buffers[name].name)
+                    entry = self._plan.buffers[name]
+                    own = self._reader.find(f"buffer/{self._engine.rank}", entry.name) if self._same_ranks else None
+                    buffer.copy_(self._reader.read((own or entry).part, entry.name))
         if "window" in self._plan.parts:
             self._window()
         if "optimizer" in self._plan.parts:
@@ -156,10 +158,6 @@ class Restore:
             if entry.name in sources:
                 assert entry.param.is_contiguous()
                 yield Wanted(sources[entry.name], 0, entry.param.detach().view(-1))
-
-    def _into(self, tensor: Tensor, part: str, name: str) -> None:
-        """Any strides: a buffer may be a view of something."""
-        tensor.copy_(self._reader.read(part, name))
 
     def _window(self) -> None:
         engine, own = self._engine, self._own["window"]

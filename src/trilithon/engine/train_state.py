@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from trilithon import __version__
+from trilithon.checkpoint.digest import Digester
 from trilithon.checkpoint.manifest import Entry, dtype_name
+from trilithon.checkpoint.payload import bytes_of
 from trilithon.checkpoint.save import Contents
 from trilithon.checkpoint.table import Holding, Span
 from trilithon.contracts import Slice
@@ -38,10 +40,8 @@ class Stateful(Protocol):
 
 
 def contents_of(engine: Engine, client_state: Mapping[str, Any] | None) -> Contents:
-    """Everything that this rank hands over to a save."""
-    holdings = [*slice_holdings(engine), *named_holdings(engine), *frozen_holdings(engine)]
-    if engine.rank == 0:  # running statistics may differ between ranks: one rank's go together
-        holdings += buffer_holdings(engine)
+    """Everything that this rank hands over to a save. Collective."""
+    holdings = [*slice_holdings(engine), *named_holdings(engine), *frozen_holdings(engine), *buffer_holdings(engine)]
     holdings += [*window_holdings(engine), *rank_state_holdings(engine)]
     settings = engine.config
     about = {
@@ -60,6 +60,9 @@ def contents_of(engine: Engine, client_state: Mapping[str, Any] | None) -> Conte
         own=own_state(engine, client_state),
         about=about,
     )
+
+
+SAVE = "engine.save, which every rank has to call"  # what the watchdog says when one does not
 
 
 # ------------------------------------------------------------------------------------------------------------ tensors
@@ -94,8 +97,10 @@ def _opener(engine: Engine, part: Slice, write: bool) -> Any:
 
 def named_holdings(engine: Engine) -> Iterator[Holding]:
     """State of whole parameters, of any shape, as other people's optimizers keep it at stage 0; the same everywhere."""
-    for name, fields in named_state(engine).items():
-        tensors = {field: value for field, value in fields.items() if is_stored(value)}
+    state = named_state(engine)
+    stored = _stored_fields(state)
+    for name, fields in state.items():
+        tensors = {field: value for field, value in fields.items() if field in stored and isinstance(value, Tensor)}
         if tensors:
             yield whole_holding(f"{name}/state", {field: (field, name) for field in tensors}, tensors, replicated=True)
 
@@ -106,9 +111,10 @@ def named_state(engine: Engine) -> dict[str, dict[str, Any]]:
     return dict(found["state"]) if found.get("whole") else {}
 
 
-def is_stored(value: Any) -> bool:
-    """A field with elements of its own, which is stored as a tensor; counters go with the plain data."""
-    return isinstance(value, Tensor) and value.dim() > 0
+def _stored_fields(state: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Fields that have elements for some parameter, which are stored as tensors; counters go with the plain data."""
+    every = [item for fields in state.values() for item in fields.items()]
+    return {field for field, value in every if isinstance(value, Tensor) and value.dim() > 0}
 
 
 def frozen_holdings(engine: Engine) -> Iterator[Holding]:
@@ -142,12 +148,25 @@ def _without_elements(engine: Engine) -> Iterator[Holding]:
 
 
 def buffer_holdings(engine: Engine) -> Iterator[Holding]:
-    """Persistent buffers, each once however many names it has."""
-    first: set[int] = set()
+    """Persistent buffers, each once however many names it has: those of rank 0, and what differs from them elsewhere.
+
+    Running statistics differ between ranks. The other ranks' are of use to the same number of ranks only.
+    """
+    buffers: dict[int, tuple[str, Tensor]] = {}
     for name, buffer in persistent_buffers(engine.module):
-        if id(buffer) not in first:
-            first.add(id(buffer))
-            yield whole_holding(name, {"buffer": ("buffer", name)}, {"buffer": buffer.detach()}, replicated=False)
+        buffers.setdefault(id(buffer), (name, buffer.detach()))
+    digests = [_digest(buffer) for _, buffer in buffers.values()]
+    leading = engine._sharding.exchange(digests, SAVE)[0]
+    for (name, buffer), mine, first in zip(buffers.values(), digests, leading):
+        if engine.rank == 0 or mine != first:
+            part = f"buffer/{engine.rank}" if engine.rank else "buffer"
+            yield whole_holding(name, {part: (part, name)}, {part: buffer}, replicated=False)
+
+
+def _digest(tensor: Tensor) -> list[str]:
+    digester = Digester()
+    digester.update(bytes_of(tensor))
+    return digester.finish()
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -278,9 +297,9 @@ def own_state(engine: Engine, client_state: Mapping[str, Any] | None) -> dict[st
 
 
 def _counters(state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    stored = _stored_fields(state)
     return {
-        name: {field: value for field, value in fields.items() if not is_stored(value)}
-        for name, fields in state.items()
+        name: {field: value for field, value in fields.items() if field not in stored} for name, fields in state.items()
     }
 
 
