@@ -21,7 +21,7 @@ ADAM = {"kind": "adamw", "lr": 0.01, "weight_decay": 0.1}
 PRECISIONS = {
     "fp32": "fp32",
     "bf16": "bf16",
-    "fp16": {"kind": "fp16", "initial_scale_power": 24, "window": 2, "hysteresis": 1},  # overflows at first, then grows
+    "fp16": {"kind": "fp16", "initial_scale_power": 18, "window": 2, "hysteresis": 1},  # overflows at first, then grows
 }
 
 

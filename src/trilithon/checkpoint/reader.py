@@ -143,14 +143,15 @@ class CheckpointReader:
     @property
     def extra(self) -> Mapping[str, Any]:
         """Everything that is not a tensor: counters, groups, schedule, scaler, loader, hooks, client_state; and under
-        "ranks", for each rank that saved, what was its own, such as its random states."""
+        "ranks", for each rank that saved, what was its own, such as its random states (at the top those of rank 0)."""
         if self._extra is None:
             record = self.manifest.files.get(STATE)
             if record is None:
                 raise CheckpointError(f"{self.folder / MANIFEST} names no {STATE}. Load another checkpoint.")
             raw = b"".join(bytes(portion) for portion in self._files.read(STATE, 0, record.bytes))
             content = from_json(json.loads(raw))
-            self._extra = {**content["shared"], "ranks": content["ranks"]}
+            ranks = [{**content["common"], **own} for own in content["ranks"]]
+            self._extra = {**ranks[0], **content["shared"], "ranks": ranks}
         return self._extra
 
 

@@ -27,6 +27,7 @@ class LoadReport:
     ignored: Names = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     client_state: Mapping[str, Any] = field(default_factory=dict)
+    bytes_read: int = 0  # by this rank
 
     def counts(self) -> dict[str, dict[str, int]]:
         """{"restored": {part: n}, "initialised": ..., "ignored": ...}"""

@@ -132,7 +132,7 @@ def prepare(
     files = planning.files_of(
         planning.chosen(pieces, planning.assign(offers, ranks.rank)), contents.holdings, file_bytes
     )
-    state = {"shared": to_json(dict(contents.shared)), "ranks": [answer[1] for answer in answers]}
+    state = {"shared": to_json(dict(contents.shared)), **_own_states([answer[1] for answer in answers])}
     own_bytes = planning.bytes_of_files(files)
     prepared = Prepared(
         folder, tag, token, contents, files, entries, json.dumps(state).encode(), 0, own_bytes, _from(contents.holdings)
@@ -142,6 +142,12 @@ def prepare(
     together(ranks, "the folder of the checkpoint", lambda: _make_room(prepared) if ranks.rank == 0 else None)
     together(ranks, "the folder of the checkpoint", lambda: _see(prepared, ranks.rank))
     return prepared
+
+
+def _own_states(owns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is equal on all ranks once, and of each rank the rest."""
+    common = {key: value for key, value in owns[0].items() if all(own.get(key) == value for own in owns[1:])}
+    return {"common": common, "ranks": [{k: v for k, v in own.items() if k not in common} for own in owns]}
 
 
 def _agree(folder: Path, tag: str, step: int, ranks: Coordinator) -> str:

@@ -144,6 +144,7 @@ class Checkpointing:
             restore.publish()
             self._locally("state of registered objects", restore.finish)
             self._mixed = ""
+            report.bytes_read = reader.bytes_read
         self._loaded[root] = report.tag
         if engine.rank == 0:
             logger.info("%s", report)

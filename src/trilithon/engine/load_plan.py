@@ -304,7 +304,5 @@ def _plan_stateful(engine: Engine, reader: CheckpointReader, plan: LoadPlan) -> 
             plan.problems.append(f"stateful: '{name}' is registered here and was not when the checkpoint was saved")
             plan.initialised("stateful", [name])
     for name in sorted(theirs - set(mine)):
-        plan.problems.append(
-            f"stateful: '{name}' was saved and nothing here is registered under engine.stateful['{name}']"
-        )
+        plan.problems.append(f"stateful: '{name}' was saved, and no object or hook of that name is registered here")
         plan.ignored("stateful", [name])

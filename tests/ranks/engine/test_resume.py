@@ -42,7 +42,7 @@ def test_every_stage_goes_on_bit_for_bit(precision, tmp_path):
             engine.save(folder, client_state={"note": ("a", 1)})
             losses, drawn = train(engine, data[3:]), draws()
             whole = everything(engine)
-            skipped = engine.skipped_steps
+            steps, skipped = engine.steps, engine.skipped_steps
         scramble()
         with trilithon.initialize(OddNet(seed=5), settings(stage, precision, 3)) as engine:
             report = engine.load(folder)
@@ -53,6 +53,8 @@ def test_every_stage_goes_on_bit_for_bit(precision, tmp_path):
             assert draws() == drawn
             assert everything(engine) == whole
         assert (skipped > 0) == (precision == "fp16"), "fp16 shall have met overflows"
+        assert steps + skipped == 6
+        assert steps > 2
 
 
 @ranks(2)
