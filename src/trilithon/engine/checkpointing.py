@@ -127,6 +127,8 @@ class Checkpointing:
         )
         chosen, everybodys = told[0][0], {field for _, theirs in told for field in theirs}
 
+        assert chosen is not None
+
         def planned() -> tuple[CheckpointReader, Restore, LoadReport]:
             reader = open_checkpoint(*chosen)
             plan = plan_load(engine, reader, asked, sorted(everybodys))
