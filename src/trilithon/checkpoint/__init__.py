@@ -7,11 +7,16 @@ which of them a run has, and what they mean, is the engine's knowledge.
 from __future__ import annotations
 
 from trilithon.checkpoint.agreement import Alone, Coordinator
+from trilithon.checkpoint.convert import convert
+from trilithon.checkpoint.difference import TensorDifference, differences
+from trilithon.checkpoint.export import Exported, export
 from trilithon.checkpoint.manifest import Chunk, Entry, FileRecord, Manifest
-from trilithon.checkpoint.reader import CheckpointReader, Wanted, open_checkpoint, tags
+from trilithon.checkpoint.opening import open_checkpoint
+from trilithon.checkpoint.reader import CheckpointReader, Wanted, tags
 from trilithon.checkpoint.retention import Retention
 from trilithon.checkpoint.save import Contents, save
 from trilithon.checkpoint.table import Holding, Span
+from trilithon.checkpoint.verify import Problem, verify
 
 __all__ = [
     "Alone",
@@ -20,13 +25,20 @@ __all__ = [
     "Contents",
     "Coordinator",
     "Entry",
+    "Exported",
     "FileRecord",
     "Holding",
     "Manifest",
+    "Problem",
     "Retention",
     "Span",
+    "TensorDifference",
     "Wanted",
+    "convert",
+    "differences",
+    "export",
     "open_checkpoint",
     "save",
     "tags",
+    "verify",
 ]

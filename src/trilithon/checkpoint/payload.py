@@ -8,10 +8,11 @@ shape there, under "part/name"; a range of one is flat, under "part/name[start:s
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -55,17 +56,22 @@ def key_of(span: Span) -> str:
 
 def header_of(spans: Sequence[Span]) -> bytes:
     """The beginning of a file that holds these spans in this order; its length is a multiple of 64."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    return tensor_header(
+        [(key_of(span), span.dtype, span.shape if span.whole else (span.numel,)) for span in spans], {"format": "pt"}
+    )
+
+
+def tensor_header(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
+    """The beginning of a safetensors file with these (name, type, shape) in this order; a multiple of 64 bytes."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
-    for span in spans:
-        shape = list(span.shape) if span.whole else [span.numel]
-        code = _CODES.get(span.dtype)
+    for name, dtype, shape in tensors:
+        code = _CODES.get(dtype)
         if code is None:
-            raise CheckpointError(
-                f"{span.part} of '{span.name}' is of type {span.dtype}, which safetensors cannot hold."
-            )
-        entries[key_of(span)] = {"dtype": code, "shape": shape, "data_offsets": [at, at + span.bytes]}
-        at += span.bytes
+            raise CheckpointError(f"'{name}' is of type {dtype}, which safetensors cannot hold.")
+        size = math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,13 +38,34 @@ class Wanted:
     into: Tensor  # [numel]
 
 
-class CheckpointReader:
-    """One checkpoint on disk. A context manager that closes its files."""
+Range = tuple[Entry, int, Tensor]  # a stored entry, the first element, and where the values go: flat
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+
+class Values(Protocol):
+    """Where the values of a checkpoint come from: our own files, or those of another program."""
+
+    @property
+    def bytes_read(self) -> int: ...
+
+    def fill(self, ranges: Sequence[Range]) -> None:
+        """Read each range to where it goes, in the type that is there."""
+        ...
+
+    def extra(self) -> Mapping[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+class CheckpointReader:
+    """One checkpoint on disk. A context manager that closes its files.
+
+    values: where they come from; the files that the manifest names when it is not given.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, values: Values | None = None) -> None:
         self.folder, self.manifest = folder, manifest
         self._entries = {(entry.part, entry.name): entry for entry in manifest.entries}
-        self._files = VerifiedFiles(folder, dict(manifest.files), manifest.block_bytes)
+        self._values = values if values is not None else StoredValues(folder, manifest)
         self._extra: Mapping[str, Any] | None = None
 
     def __enter__(self) -> CheckpointReader:
@@ -56,12 +77,12 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        self._files.close()
+        self._values.close()
 
     @property
     def bytes_read(self) -> int:
         """From payload files, so far."""
-        return self._files.bytes_read
+        return self._values.bytes_read
 
     @property
     def parts(self) -> list[str]:
@@ -103,14 +124,40 @@ class CheckpointReader:
 
     def fill(self, wanted: Iterable[Wanted]) -> None:
         """Read every range to where it goes. Files are read in order of their bytes, each block once."""
-        reads: list[tuple[str, int, int, Tensor, torch.dtype]] = []
-        for one in wanted:
-            stored = one.entry if one.entry.of is None else self.entry(one.entry.of, one.entry.name)
-            reads += self._reads(one, stored)
+        self._values.fill([(self._stored(one.entry), one.start, one.into) for one in wanted])
+
+    def _stored(self, entry: Entry) -> Entry:
+        return entry if entry.of is None else self.entry(entry.of, entry.name)
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """Everything that is not a tensor: counters, groups, schedule, scaler, loader, hooks, client_state; and under
+        "ranks", for each rank that saved, what was its own, such as its random states (at the top those of rank 0)."""
+        if self._extra is None:
+            self._extra = self._values.extra()
+        return self._extra
+
+
+class StoredValues:
+    """`Values` of our own files, checked block by block as they are read."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest = folder, manifest
+        self._files = VerifiedFiles(folder, dict(manifest.files), manifest.block_bytes)
+
+    @property
+    def bytes_read(self) -> int:
+        return self._files.bytes_read
+
+    def close(self) -> None:
+        self._files.close()
+
+    def fill(self, ranges: Sequence[Range]) -> None:
+        reads = [read for stored, start, into in ranges for read in self._reads(stored, start, into)]
         for file, offset, count, into, dtype in sorted(reads, key=lambda read: (read[0], read[1])):
             self._copy(file, offset, count, into, dtype)
 
-    def _reads(self, one: Wanted, stored: Entry) -> list[tuple[str, int, int, Tensor, torch.dtype]]:
+    def _reads(self, stored: Entry, start: int, into: Tensor) -> list[tuple[str, int, int, Tensor, torch.dtype]]:
         """(file, offset, bytes, destination, stored type) per chunk that overlaps: DCP's resharding, in one dim."""
         dtype = stored.torch_dtype
         saved = TensorStorageMetadata(
@@ -119,17 +166,17 @@ class CheckpointReader:
             [_box(chunk.start, chunk.numel) for chunk in stored.chunks],
         )
         found, covered = [], 0
-        for item in create_read_items_for_chunk_list(stored.name, saved, [_box(one.start, one.into.numel())]):
+        for item in create_read_items_for_chunk_list(stored.name, saved, [_box(start, into.numel())]):
             assert item.storage_index.index is not None
             chunk = stored.chunks[item.storage_index.index]
             skip, at, count = item.storage_offsets[0], item.dest_offsets[0], item.lengths[0]
             offset = chunk.offset + skip * dtype.itemsize
-            found.append((chunk.file, offset, count * dtype.itemsize, one.into[at : at + count], dtype))
+            found.append((chunk.file, offset, count * dtype.itemsize, into[at : at + count], dtype))
             covered += count
-        if covered != one.into.numel():
+        if covered != into.numel():
             raise CheckpointError(
-                f"{self.folder}: {stored.part} of '{stored.name}' is incomplete in the manifest: {covered} of "
-                f"{one.into.numel()} elements from {one.start} on. Load another checkpoint."
+                f"{self._folder}: {stored.part} of '{stored.name}' is incomplete in the manifest: {covered} of "
+                f"{into.numel()} elements from {start} on. Load another checkpoint."
             )
         return found
 
@@ -140,19 +187,14 @@ class CheckpointReader:
             into[at : at + values.numel()].copy_(values)
             at += values.numel()
 
-    @property
     def extra(self) -> Mapping[str, Any]:
-        """Everything that is not a tensor: counters, groups, schedule, scaler, loader, hooks, client_state; and under
-        "ranks", for each rank that saved, what was its own, such as its random states (at the top those of rank 0)."""
-        if self._extra is None:
-            record = self.manifest.files.get(STATE)
-            if record is None:
-                raise CheckpointError(f"{self.folder / MANIFEST} names no {STATE}. Load another checkpoint.")
-            raw = b"".join(bytes(portion) for portion in self._files.read(STATE, 0, record.bytes))
-            content = from_json(json.loads(raw))
-            ranks = [{**content["common"], **own} for own in content["ranks"]]
-            self._extra = {**ranks[0], **content["shared"], "ranks": ranks}
-        return self._extra
+        record = self._manifest.files.get(STATE)
+        if record is None:
+            raise CheckpointError(f"{self._folder / MANIFEST} names no {STATE}. Load another checkpoint.")
+        raw = b"".join(bytes(portion) for portion in self._files.read(STATE, 0, record.bytes))
+        content = from_json(json.loads(raw))
+        ranks = [{**content["common"], **own} for own in content["ranks"]]
+        return {**ranks[0], **content["shared"], "ranks": ranks}
 
 
 def _box(start: int, numel: int) -> ChunkStorageMetadata:

@@ -56,7 +56,8 @@ class Contents:
     """What one rank hands over to be saved.
 
     views: entries that are not stored but follow from a stored part (`Entry.of`). shared: plain data, of which rank 0's
-    is stored. own: plain data of this rank. about: the fields of `Manifest` that describe the run.
+    is stored. own: plain data of this rank. everybody: of all ranks, when one process writes for them. about: the
+    fields of `Manifest` that describe the run.
     """
 
     step: int
@@ -65,6 +66,7 @@ class Contents:
     aliases: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, Any] = field(default_factory=dict)
     own: Mapping[str, Any] = field(default_factory=dict)
+    everybody: Sequence[Mapping[str, Any]] | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -132,7 +134,9 @@ def prepare(
     files = planning.files_of(
         planning.chosen(pieces, planning.assign(offers, ranks.rank)), contents.holdings, file_bytes
     )
-    state = {"shared": to_json(dict(contents.shared)), **_own_states([answer[1] for answer in answers])}
+    everybody = contents.everybody
+    each = [to_json(dict(one), "") for one in everybody] if everybody is not None else [answer[1] for answer in answers]
+    state = {"shared": to_json(dict(contents.shared)), **_own_states(each)}
     own_bytes = planning.bytes_of_files(files)
     prepared = Prepared(
         folder, tag, token, contents, files, entries, json.dumps(state).encode(), 0, own_bytes, _from(contents.holdings)

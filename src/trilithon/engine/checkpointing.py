@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trilithon.checkpoint.agreement import Coordinator, together
 from trilithon.checkpoint.background import Background
-from trilithon.checkpoint.reader import CheckpointReader, open_checkpoint
+from trilithon.checkpoint.opening import open_checkpoint
+from trilithon.checkpoint.reader import CheckpointReader
 from trilithon.checkpoint.report import LoadReport, SaveProgress, SaveReport
 from trilithon.checkpoint.retention import Retention
 from trilithon.checkpoint.save import prepare

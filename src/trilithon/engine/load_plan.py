@@ -75,6 +75,9 @@ def plan_load(engine: Engine, reader: CheckpointReader, asked: set[str], fields:
     _plan_scaler(engine, reader, plan)
     _plan_window(engine, reader, plan)
     _plan_stateful(engine, reader, plan)
+    if "random" in plan.parts and "random" not in reader.extra["ranks"][0]:
+        plan.parts.discard("random")
+        plan.report.notes.append("the checkpoint holds no random states; the generators go on as they are")
     for part in ("counters", "random"):
         if part in plan.parts:
             plan.restored(part, [part])
