@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from trilithon.checkpoint import convert
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 PROGRAMS = ("trilithon", "torchrun", "python", "make")
@@ -63,7 +65,7 @@ COMMANDS = commands()
 
 @pytest.fixture
 def readers_folder(tmp_path, monkeypatch):
-    """What the pages assume to be there: configurations, a script, some text, and the examples of this project."""
+    """What the pages assume to be there: configurations, a script, text, runs with checkpoints, and our examples."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text('{"zero": {"stage": 2}, "optimizer": {"kind": "adamw", "lr": 0.001}}')
     (tmp_path / "zero3.json").write_text('{"zero": {"stage": 3}, "optimizer": {"kind": "adamw", "lr": 0.001}}')
@@ -72,6 +74,9 @@ def readers_folder(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("docs", "texts"):
         shutil.copytree(ROOT / "docs", tmp_path / name)
+    shutil.copytree(ROOT / "tests" / "data" / "deepspeed" / "zero3_bf16", tmp_path / "ds_run")
+    for run in ("a", "b"):
+        convert(tmp_path / "ds_run", tmp_path / "runs" / run, out_tag="step-00000003")
     return tmp_path
 
 

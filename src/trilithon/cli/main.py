@@ -1,7 +1,8 @@
 """The `trilithon` command: finds the subcommand, and turns our exceptions into one clean message.
 
 Subcommands are imported only when they are called, so that `--help` answers at once and without torch. Each lives in a
-file of this package and is one function; to add a command, add its file and a line to `COMMANDS`.
+file of this package and is one function, or one Typer with subcommands of its own; to add a command, add its file and a
+line to `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ COMMANDS = {
     "compare": Entry("trilithon.cli.compare:run", "Find the first tensor that differs between two configurations."),
     "generate": Entry("trilithon.cli.generate:run", "Generate text from a trained model."),
     "plan": Entry("trilithon.cli.plan:run", "Predict memory and time without running."),
-    "checkpoint": Entry("trilithon.cli.checkpoint:run", "Inspect, convert and verify checkpoints."),
+    "checkpoint": Entry("trilithon.cli.checkpoint:app", "Inspect, convert and verify checkpoints."),
     "bench": Entry("trilithon.cli.bench:run", "Measure speed and memory."),
 }
 
@@ -57,6 +58,9 @@ class _Lazy(TyperCommand):
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         module_name, _, function = COMMANDS[str(self.name)].where.partition(":")
         module = import_module(module_name)
+        if isinstance(getattr(module, function), typer.Typer):  # a command with subcommands of its own
+            group = typer.main.get_command(getattr(module, function))
+            return group.make_context(info_name, args, parent=parent, **extra)
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         app.command(name=self.name, context_settings=getattr(module, "CONTEXT_SETTINGS", None))(
             getattr(module, function)
