@@ -32,11 +32,12 @@ class Inventory:
     model: tuple[Path, ...]
     optimizer: tuple[Path, ...]
     atoms: Path | None  # the folder of the universal layout
+    other_models: tuple[Path, ...] = ()  # of further model-parallel ranks, beside a universal layout
 
     @property
     def files(self) -> list[Path]:
         atoms = sorted(self.atoms.rglob("*.pt")) if self.atoms is not None else []
-        return [*self.model, *self.optimizer, *atoms]
+        return [*self.model, *self.other_models, *self.optimizer, *atoms]
 
 
 def locate(folder: Path, tag: str | None) -> Path | None:
@@ -59,7 +60,9 @@ def locate(folder: Path, tag: str | None) -> Path | None:
 
 
 def _holds_files(path: Path) -> bool:
-    return path.is_dir() and (any(path.glob("*mp_rank_*_model_states.pt")) or any(path.glob("zero/*/fp32.pt")))
+    if not path.is_dir() or (path / MANIFEST).exists():
+        return False
+    return any(path.glob("*mp_rank_*_model_states.pt")) or any(path.glob("zero/*/fp32.pt"))
 
 
 def _text(path: Path) -> str:
@@ -73,21 +76,25 @@ def take_inventory(path: Path) -> Inventory:
     """Sort the files of one tag. Raises CheckpointError for what is missing and for layouts that are not read."""
     names = sorted(entry.name for entry in path.iterdir())
     atoms = path / "zero" if (path / "zero").is_dir() else None
-    model = _ranked(path, names, _MODEL, first_axis_only=atoms is not None)
-    optimizer = () if atoms is not None else _ranked(path, names, _OPTIMIZER)
     if atoms is None:
         _refuse_parallel(path, names)
+    model = _ranked(path, names, _MODEL)
+    optimizer = () if atoms is not None else _ranked(path, names, _OPTIMIZER)
     if atoms is None and not model:
         raise CheckpointError(f"{path} holds no model_states file. Copy the whole folder that DeepSpeed wrote.")
-    return Inventory(path, tuple(model), tuple(optimizer), atoms)
+    others = [path / name for name in names if _MODEL.match(name) and path / name not in model]
+    return Inventory(path, tuple(model), tuple(optimizer), atoms, tuple(others))
 
 
-def _ranked(path: Path, names: Sequence[str], pattern: re.Pattern[str], *, first_axis_only: bool = False) -> list[Path]:
-    """The files that match, by data-parallel rank. Raises CheckpointError if a rank in between has none."""
+def _ranked(path: Path, names: Sequence[str], pattern: re.Pattern[str]) -> list[Path]:
+    """The files of the first model-parallel rank that match, by data-parallel rank.
+
+    Raises CheckpointError if a rank in between has none.
+    """
     found: dict[int, Path] = {}
     for name in names:
         match = pattern.match(name)
-        if match is not None and (int(match[2]) == 0 or not first_axis_only):
+        if match is not None and int(match[2]) == 0:
             found[int(match[1] or 0)] = path / name
     missing = sorted(set(range(max(found, default=-1) + 1)) - set(found))
     if missing:
@@ -105,6 +112,7 @@ def _refuse_parallel(path: Path, names: Sequence[str]) -> None:
         "of a pipeline (layer_*-model_states.pt)": r"^layer_\d+-.*model_states\.pt$",
         "with experts (*_expert_*_model_states.pt)": r"expert_\d+_mp_rank_\d+_model_states\.pt$",
         "of several model-parallel ranks (mp_rank_01)": r"mp_rank_(?!00_)\d+_model_states\.pt$",
+        "with optimizer state in swap files (offloaded_tensors)": r"^offloaded_tensors$",
     }
     for kind, pattern in kinds.items():
         if any(re.search(pattern, name) for name in names):

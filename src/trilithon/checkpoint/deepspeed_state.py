@@ -47,7 +47,7 @@ def extra_of(found: Found) -> dict[str, Any]:
     rule = rule_of(found)
     if rule is not None and found.updates is not None:
         own["update"] = {"rule": rule, "updates": found.updates, "missed": {}}
-    return {**shared, "ranks": [own] * found.ranks}
+    return {**own, **shared, "ranks": [own] * found.ranks}
 
 
 def accumulation_of(config: Mapping[str, Any]) -> int:

@@ -52,9 +52,10 @@ def find_tensors(inventory: Inventory) -> Found:
     models = [load_file(path) for path in inventory.model]
     first: Mapping[str, Any] = models[0] if models else {}
     found = Found(model=first, config=first.get("ds_config") or {}, ranks=int(first.get("dp_world_size") or 1))
-    shapes = _shapes(models if inventory.atoms is not None else models[:1])
+    others = [load_file(path) for path in inventory.other_models]
+    shapes = _shapes([*models[:1], *others])
     if inventory.atoms is not None:
-        _universal(found, inventory.atoms, shapes)
+        _universal(found, inventory.atoms, shapes, cut=bool(others))
     elif inventory.optimizer:
         _zero(found, inventory, shapes)
     elif len(inventory.model) > 1 or _stage_of(found.config) == 3:
@@ -116,6 +117,9 @@ def _flat(found: Found, states: Sequence[Mapping[str, Any]], groups: Sequence[Sh
         for name in _fields(own[0], masters[0]):
             _add(found, shapes, name, places, [state[name] for state in own])
         _count_updates(found, own[0])
+    if found.updates is None and "base_optimizer_state_step" in states[0]:  # of elastic checkpoints
+        found.updates = int(states[0]["base_optimizer_state_step"])
+    _count_by_group(found, states[0]["base_optimizer_state"])
 
 
 def _group_state(base: Any, index: int) -> Mapping[str, Any]:
@@ -144,6 +148,7 @@ def _sharded(found: Found, states: Sequence[Mapping[str, Any]], groups: Sequence
                 parts.setdefault(name, []).append((here, own[name]))
             if rank == 0:
                 _count_updates(found, own)
+    _count_by_group(found, states[0]["optimizer_state_dict"])
     for part, pieces in parts.items():
         assembled = assemble(joined, pieces, part)
         found.tensors |= {(part, name): assembly for name, assembly in assembled.items()}
@@ -159,13 +164,19 @@ def _count_updates(found: Found, state: Mapping[str, Any]) -> None:
         found.updates = max(found.updates or 0, int(state["step"]))
 
 
+def _count_by_group(found: Found, inner: Any) -> None:
+    """Where the optimizer counts in its groups and not in its state."""
+    for group in inner.get("param_groups", ()) if isinstance(inner, Mapping) and found.updates is None else ():
+        _count_updates(found, group)
+
+
 def _add(found: Found, shapes: Shapes, part: str, places: Sequence[Sequence[Place]], tensors: Sequence[Tensor]) -> None:
     assembled = assemble(shapes, list(zip(places, tensors)), part)
     found.tensors |= {(part, name): assembly for name, assembly in assembled.items()}
 
 
-def _universal(found: Found, atoms: Path, groups: Sequence[Shapes]) -> None:
-    """One folder for each parameter, one file for each of its states."""
+def _universal(found: Found, atoms: Path, groups: Sequence[Shapes], *, cut: bool) -> None:
+    """One folder for each parameter, one file for each of its states. cut: the model files are tensor parallel."""
     shapes = {name: shape for group in groups for name, shape in group.items()}
     found.groups = [list(group) for group in groups]
     common = atoms / "optimizer_state.pt"
@@ -175,6 +186,8 @@ def _universal(found: Found, atoms: Path, groups: Sequence[Shapes]) -> None:
         name = folder.name
         files = {path.stem: path for path in sorted(folder.glob("*.pt"))}
         trained = name in shapes if shapes else set(files) - {"fp32"}
+        if not trained and cut and "fp32" in files:  # whole here, and cut in the model files
+            found.tensors["frozen", name] = _atom(files["fp32"], None)
         if not trained or "fp32" not in files:
             continue  # buffers, frozen and tied parameters, which the model file holds in their own types
         if "step" in files:
@@ -192,6 +205,7 @@ def _universal(found: Found, atoms: Path, groups: Sequence[Shapes]) -> None:
     inner = found.optimizer.get("optimizer_state_dict", {}).get("state", {})
     for state in inner.values() if found.updates is None else ():
         _count_updates(found, state)
+    _count_by_group(found, found.optimizer)
 
 
 def _atom(path: Path, shape: torch.Size | None) -> Assembly:
@@ -228,6 +242,8 @@ def _whole_weights(found: Found, models: Sequence[Mapping[str, Any]], groups: Se
     module: Mapping[str, Tensor] = first.get("module") or {}
     buffers = set(first.get("buffer_names") or ())
     found.aliases = _aliases(module, first.get("shared_params") or {}, buffers)
+    for name in [*found.aliases, *buffers]:
+        found.tensors.pop(("frozen", name), None)
     frozen = _frozen_fragments(models)
     found.tensors |= {("frozen", name): assembly for name, assembly in frozen.items()}
     for name, tensor in module.items():

@@ -172,8 +172,6 @@ def _foreign(folder: Path) -> str:
     """What else the folder may be."""
     if (folder / ".metadata").exists():
         return "It looks like a checkpoint of torch.distributed.checkpoint, which this library does not read."
-    if any(folder.glob("*mp_rank_*_model_states.pt")):
-        return "It looks like a checkpoint of DeepSpeed: convert it with `trilithon checkpoint convert`."
     return "Name another tag."
 
 

@@ -101,7 +101,7 @@ DAMAGES = {
             (s / "a" / "MANIFEST.json").unlink(),
             (s / "a" / "mp_rank_00_model_states.pt").write_bytes(b"x"),
         ),
-        r"looks like a checkpoint of DeepSpeed",
+        r"cannot be read as a file of torch.save",
     ),
 }
 

@@ -291,6 +291,7 @@ def test_values_in_the_wrong_order_are_noticed(copied):
         ("layer_00-model_00-model_states.pt", "of a pipeline"),
         ("layer_0_expert_1_mp_rank_00_model_states.pt", "with experts"),
         ("mp_rank_01_model_states.pt", "of several model-parallel ranks"),
+        ("offloaded_tensors", "with optimizer state in swap files"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(copied, name, text):
@@ -309,3 +310,66 @@ def test_which_tag_is_opened(copied):
     assert open_checkpoint(folder / "global_step3").manifest.tag == "global_step3"
     with pytest.raises(CheckpointError, match="holds no checkpoint 'global_step9'"):
         open_checkpoint(folder, "global_step9")
+
+
+# ---------------------------------------------------------- by hand, from the layout that other releases are known for
+def edit_optimizer_files(folder, change):
+    for path in (folder / "global_step3").glob("*_optim_states.pt"):
+        content = plain(load_pickle(path))
+        change(content["optimizer_state_dict"])
+        rewrite(content, path)
+
+
+def test_an_optimizer_that_counts_in_its_groups(copied):
+    """The fused Adam of older releases has no step in its state."""
+    folder = copied("zero3_bf16")
+
+    def change(state):
+        inner = state["optimizer_state_dict"]
+        for own in inner["state"].values():
+            own.pop("step")
+        inner["param_groups"][0]["step"] = 7
+
+    edit_optimizer_files(folder, change)
+    with open_checkpoint(folder) as saved:
+        assert saved.extra["ranks"][0]["update"]["updates"] == 7
+        assert "step" not in saved.extra["groups"][0]["settings"]
+
+
+def test_state_in_a_list_as_elastic_checkpoints_had_it(copied):
+    folder = copied("zero1_fp32")
+
+    def change(state):
+        inner = state["base_optimizer_state"]["state"]
+        for own in inner.values():
+            own.pop("step")
+        state["base_optimizer_state"] = [inner[0], inner[1]]
+        state["base_optimizer_state_step"] = 5
+
+    edit_optimizer_files(folder, change)
+    with open_checkpoint(folder) as saved, open_checkpoint(GOLDEN / "zero1_fp32") as intact:
+        assert torch.equal(saved.read("exp_avg", "gain"), intact.read("exp_avg", "gain"))
+        assert saved.extra["ranks"][0]["update"]["updates"] == 5
+
+
+def test_a_universal_layout_of_two_tensor_parallel_ranks_is_read_whole(copied):
+    """Model files hold halves; the atoms are whole, and so is what is read, frozen parameters included."""
+    folder = copied("universal_from_zero1_fp16")
+    path = folder / "global_step3_universal" / "mp_rank_00_model_states.pt"
+    content = plain(load_pickle(path))
+    for rank in (0, 1):
+        half = {
+            **content,
+            "module": dict(content["module"]),
+            "param_shapes": [dict(g) for g in content["param_shapes"]],
+        }
+        for name in ("hidden.bias", "frozen.weight"):
+            half["module"][name] = content["module"][name].chunk(2)[rank].clone()
+        half["param_shapes"][1]["hidden.bias"] = torch.Size(half["module"]["hidden.bias"].shape)
+        rewrite(half, path.with_name(f"mp_rank_{rank:02d}_model_states.pt"))
+    with open_checkpoint(folder) as saved, open_checkpoint(GOLDEN / "universal_from_zero1_fp16") as intact:
+        for part, name in [("master", "hidden.bias"), ("exp_avg", "hidden.bias"), ("master", "embed.weight")]:
+            assert torch.equal(saved.read(part, name), intact.read(part, name))
+        assert torch.equal(saved.read("frozen", "frozen.weight"), intact.read("frozen", "frozen.weight").float())
+        assert {entry.name for entry in saved.entries("buffer")} == {"seen", "mean"}
+        assert saved.find("frozen", "seen") is None and not saved.find("frozen", "head.weight")
