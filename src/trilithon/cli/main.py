@@ -7,6 +7,7 @@ line to `COMMANDS`.
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import traceback
@@ -27,7 +28,8 @@ from trilithon.errors import TrilithonError
 class Entry:
     """Where a subcommand lives ("module:function") and what it does, for `trilithon --help`.
 
-    The module may set CONTEXT_SETTINGS, which is handed to typer.
+    The module may set CONTEXT_SETTINGS, which is handed to typer, and define complete(arguments), which fills in what
+    may be left out on the command line.
     """
 
     where: str
@@ -65,6 +67,7 @@ class _Lazy(TyperCommand):
         app.command(name=self.name, context_settings=getattr(module, "CONTEXT_SETTINGS", None))(
             getattr(module, function)
         )
+        args = getattr(module, "complete", list)(args)
         return typer.main.get_command(app).make_context(info_name, args, parent=parent, **extra)
 
 
@@ -73,6 +76,14 @@ class _Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [name for name in COMMANDS if _present(name)]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        here = self.list_commands(ctx)
+        if args and not args[0].startswith("-") and args[0] not in here:
+            near = difflib.get_close_matches(args[0], here, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(here)}."
+            ctx.fail(f"There is no command {args[0]}. {hint}")
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return _Lazy(name=cmd_name, help=COMMANDS[cmd_name].summary) if _present(cmd_name) else None

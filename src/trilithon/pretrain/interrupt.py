@@ -7,8 +7,8 @@
 | SIGUSR1 | save after this step and go on |
 
 A thread of its own sees each signal when it arrives, because Python runs a handler only between two instructions and a
-rank that waits in a collective may not get there: the second Ctrl-C and the end of the patience after SIGTERM work then,
-too. SIGTERM is also what ranks get when another one has failed, and then their step never ends.
+rank that waits in a collective may not get there: the second Ctrl-C and the end of the patience after SIGTERM work then
+as well. SIGTERM is also what ranks get when another one has failed, and then their step never ends.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -115,6 +116,32 @@ class StopRequest:
                     self._take(number, noted)
                 if number == signal.SIGTERM and deadline is None:
                     deadline = time.monotonic() + _STEP_S + 3 * self._longest_step_s
+
+
+class SaveRequest:
+    """A file by which whoever started the ranks passes SIGUSR1 on: it appears, and the rank that looks removes it."""
+
+    VARIABLE = "TRILITHON_TRAIN_SAVE_REQUEST"
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+
+    @classmethod
+    def from_environment(cls) -> SaveRequest:
+        """The one that the launcher has named; without a launcher there is none, and `take` is always false."""
+        path = os.environ.get(cls.VARIABLE)
+        return cls(Path(path) if path else None)
+
+    def make(self) -> None:
+        if self.path is not None:
+            self.path.touch()
+
+    def take(self) -> bool:
+        """Whether it was made since the last call."""
+        if self.path is None or not self.path.exists():
+            return False
+        self.path.unlink(missing_ok=True)
+        return True
 
 
 class _Noted:

@@ -1,7 +1,8 @@
-"""The steps of a training run: feed, update, agree, measure, tell.
+"""The steps of a training run: feed, update, agree, measure, save, tell.
 
-After every step the ranks agree on whether one of them was asked to stop, and the loss is their mean, so they always
-leave the loop together.
+After every step the ranks agree on whether one of them was asked to stop or to save, and the loss is their mean, so
+they always save and leave the loop together. The loop's own state is what has happened: with the loader's position and
+the engine's state it continues where it was saved.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from trilithon.pretrain.agreement import Agreement
 from trilithon.pretrain.interrupt import StopRequest
 from trilithon.pretrain.progress import Display, StepView
 from trilithon.pretrain.report import History
+from trilithon.pretrain.saving import Saver
 
 _SMOOTHING = 0.9  # of the displayed time per step
 
@@ -67,7 +69,10 @@ class TrainLoop:
     done: int = 0  # steps
     stopped_by: int = 0  # the signal that ended the run early
     memory: dict[str, int] = field(default_factory=dict)
+    saver: Saver | None = None  # None: nothing is saved
+    asked_outside: Callable[[], bool] = bool  # whether who started the ranks asks for a checkpoint; bool() says no
     _step_s: float = math.nan
+    _steps_here: int = 0  # since this process began
 
     def run(self, request: StopRequest) -> None:
         """Train to the last step, or to the end of the step in which some rank was asked to stop.
@@ -75,7 +80,7 @@ class TrainLoop:
         Raises NonFiniteError, on every rank, at the first loss that is NaN or infinite.
         """
         batches = self.loader.endless()
-        for step in range(1, self.steps + 1):
+        for step in range(self.done + 1, self.steps + 1):
             started = time.perf_counter()
             self.monitor.on_step(step)
             rate = float(self.engine.lr[0])  # of this step: afterwards the engine answers for the next one
@@ -83,16 +88,33 @@ class TrainLoop:
                 loss = self.engine.train_step(self._window(batches), call_with_targets)
             except NonFiniteError as error:  # agreed by the engine, so every rank is here
                 raise NonFiniteError(self._not_finite(step, rate, str(error))) from None
-            self.stopped_by = self.agreement.stop_asked(step, request.signal)
-            self._took(time.perf_counter() - started)
+            save_asked = request.take_save() or self.asked_outside()
+            self.stopped_by, save_asked = self.agreement.requests(step, stop=request.signal, save=save_asked)
+            self._took(time.perf_counter() - started, request)
             self.done = step
             self._tell(step, loss, rate)
             if not math.isfinite(loss):  # the engine's loss is the mean over ranks, so all of them see it
                 raise NonFiniteError(self._not_finite(step, rate, "the loss is NaN or infinite."))
             if self.stopped_by:
+                request.at_boundary()
+                self._save(step, asked=save_asked, last=True)
                 return
             if self.eval_every and step % self.eval_every == 0 and step < self.steps:
                 self.measure(step)
+            self._save(step, asked=save_asked)
+
+    def _save(self, step: int, *, asked: bool, last: bool = False) -> None:
+        if self.saver is not None:
+            self.saver.after_step(step, asked=asked, last=last)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data, the same on every rank."""
+        return {"done": self.done, "seconds": self.seconds, "history": self.history.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue behind the saved step. The loader and the engine are restored by themselves."""
+        self.done, self.seconds = int(state["done"]), float(state["seconds"])
+        self.history.load_state_dict(state["history"])
 
     def measure(self, step: int) -> float:
         """Evaluate now and record it."""
@@ -111,14 +133,16 @@ class TrainLoop:
         device = self.engine.device
         return [tuple(part.to(device) for part in next(batches)) for _ in range(self.accumulation)]
 
-    def _took(self, seconds: float) -> None:
+    def _took(self, seconds: float, request: StopRequest) -> None:
         self.seconds += seconds
-        settled = self.done >= 2  # the first step compiles and allocates: its time says nothing about the next
+        self._steps_here += 1
+        request.step_took(seconds)
+        settled = self._steps_here > 2  # the first step compiles and allocates: its time says nothing about the next
         self._step_s = _SMOOTHING * self._step_s + (1 - _SMOOTHING) * seconds if settled else seconds
 
     def _tell(self, step: int, loss: float, lr: float) -> None:
         self.history.train.append((step, loss))
-        if step % self.show_every == 0 or step == 1:
+        if step % self.show_every == 0 or not self.memory:
             self.memory = dict(self.engine.memory())
         tokens_per_s = self.accumulation * self._tokens_per_micro() / self._step_s
         norm = float(self.engine.grad_norm or 0.0)

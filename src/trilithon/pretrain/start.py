@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trilithon.config import BatchConfig
 from trilithon.errors import CheckpointError, ConfigError
@@ -21,7 +20,7 @@ AUTO = "auto"
 CHECKPOINTS, CONFIG, SAMPLE = "checkpoints", "config.json", "sample.txt"
 WEIGHTS, SHAPE, TOKENIZER, CURVE = "model.pt", "model.json", "tokenizer.json", "loss.png"
 RESULTS = (CHECKPOINTS, WEIGHTS, SHAPE, TOKENIZER, CONFIG, CURVE, SAMPLE, "metrics.jsonl", "csv", "tensorboard")
-_POINTER = "latest"
+_POINTER, _MANIFEST = "latest", "MANIFEST.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ def find_start(run: RunConfig, *, restarted: bool) -> Start:
             raise ConfigError(
                 "which run is to be continued is not known: give its folder, as --resume DIR or with --out DIR."
             )
-        out = Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
+        out = default_folder()
     own = out / CHECKPOINTS
     if (restarted or run.resume == AUTO) and holds_checkpoints(own):
         start = Start(out, own, continues=True)
@@ -64,8 +63,13 @@ def find_start(run: RunConfig, *, restarted: bool) -> Start:
     return start
 
 
+def default_folder() -> Path:
+    """runs/ and the time of the start."""
+    return Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
+
+
 def _refuse_taken(run: RunConfig, out: Path) -> None:
-    """A folder with a run is left alone. One that stopped before its first checkpoint may be begun again with "auto"."""
+    """A folder with a run is left alone; "auto" begins one again that stopped before its first checkpoint."""
     old = results_in(out)
     if not old or run.overwrite:
         return
@@ -83,20 +87,30 @@ def results_in(out: Path) -> list[Path]:
 
 
 def holds_checkpoints(folder: Path) -> bool:
-    """Whether a checkpoint was ever finished there."""
-    return (folder / _POINTER).is_file()
+    """Whether a checkpoint was ever finished there; also one whose process was killed before it moved the pointer."""
+    return (folder / _POINTER).is_file() or any(folder.glob(f"*/{_MANIFEST}"))
 
 
 def _checkpoints_of(given: Path) -> Path:
-    """The folder of checkpoints that --resume DIR means: DIR itself, or the one of the run in DIR."""
+    """What --resume DIR means: the checkpoints of the run in DIR, those in DIR itself, or DIR as a single one."""
     for folder in (given / CHECKPOINTS, given):
-        if holds_checkpoints(folder):
+        if holds_checkpoints(folder) or (folder / _MANIFEST).is_file():
             return folder
     what = "holds no finished checkpoint" if given.is_dir() else "does not exist"
     raise CheckpointError(
         f"--resume {given}: the folder {what}. Give the folder of a run that saved one (--save-every N, or Ctrl-C), or "
         f'"{AUTO}" to begin anew where there is none.'
     )
+
+
+def run_folder(resume: str, out: Path | None) -> Path:
+    """The folder of the run that --resume DIR names, or --out without DIR. Raises ConfigError when neither is given."""
+    if resume == AUTO:
+        if out is None:
+            raise ConfigError("--resume needs to know which run: give its folder, as --resume DIR or with --out DIR.")
+        return out
+    given = Path(resume)
+    return given.parent if given.name == CHECKPOINTS else given
 
 
 def settings_of_run(folder: Path) -> dict[str, Any]:
@@ -118,16 +132,26 @@ def settings_of_run(folder: Path) -> dict[str, Any]:
     return {**engine, **blocks}
 
 
-def kept_batch(written: BatchConfig, saved: Mapping[str, int], ranks: int) -> BatchConfig:
+class SavedBatch(Protocol):
+    """Sizes of the run that saved."""
+
+    @property
+    def global_size(self) -> int: ...
+
+    @property
+    def micro_size(self) -> int: ...
+
+
+def kept_batch(written: BatchConfig, saved: SavedBatch, ranks: int) -> BatchConfig:
     """The batch of a resumed run: the global size of before, whatever the number of ranks; accumulation makes it up.
 
-    saved: "global_size" and "micro_size" of the run that saved. A global size that is asked for by name wins. The
-    micro-batch stays as it was, or becomes the largest smaller one that fits.
+    A global size that is asked for by name wins. The micro-batch stays as it is written, or as it was, or becomes the
+    largest smaller one that fits.
     Raises ConfigError when the global size does not split over the ranks.
     """
-    if written.global_size is not None and written.global_size != saved["global_size"]:
+    if written.global_size is not None and written.global_size != saved.global_size:
         return written
-    size = saved["global_size"]
+    size = saved.global_size
     if size % ranks:
         fitting = [str(n) for n in range(1, size + 1) if size % n == 0]
         shown = ", ".join(fitting if len(fitting) <= 8 else [*fitting[:7], "...", fitting[-1]])
@@ -135,6 +159,6 @@ def kept_batch(written: BatchConfig, saved: Mapping[str, int], ranks: int) -> Ba
             f"the checkpoint was trained with {size} sequences a step, which do not split over {ranks} ranks. Resume "
             f"on another number of ranks ({shown}), or give another --batch-size."
         )
-    most = min(written.micro_size or saved["micro_size"], size // ranks)
+    most = min(written.micro_size or saved.micro_size, size // ranks)
     micro = next(micro for micro in range(most, 0, -1) if size // ranks % micro == 0)
     return BatchConfig(global_size=size, micro_size=micro)

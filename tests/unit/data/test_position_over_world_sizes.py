@@ -1,4 +1,4 @@
-"""The saved position means the same to any number of ranks: no sample twice, none left out, in the order of one rank."""
+"""The saved position means the same to any number of ranks: no sample twice, none left out, in one order."""
 
 import random
 from collections import Counter
@@ -28,7 +28,7 @@ def loaders(world_size: int, micro_size: int, **options) -> list[Loader]:
 
 
 def steps(group: list[Loader], count: int, streams: list[Iterator]) -> list[int]:
-    """The samples of the next `count` batches of every rank, in the order of the stream; [] from ranks that are done."""
+    """The samples of the next `count` batches of every rank, in the order of the stream; none from ranks that are done."""
     taken: list[int] = []
     for _ in range(count):
         for stream in streams:
@@ -52,7 +52,8 @@ def test_every_sequence_of_world_sizes_reads_the_stream_of_one_rank(trial):
         assert all(other == states[0] for other in states)
         state = states[0]
         assert state["position"] == len(taken) and state["epoch"] == len(taken) // NUM_SAMPLES
-    stream = [index for epoch in range(len(taken) // NUM_SAMPLES + 1) for index in epoch_order(NUM_SAMPLES, SEED, epoch)]
+    orders = [epoch_order(NUM_SAMPLES, SEED, epoch).tolist() for epoch in range(len(taken) // NUM_SAMPLES + 1)]
+    stream = [index for order in orders for index in order]
     assert taken == stream[: len(taken)]
 
 

@@ -3,11 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from trilithon.config import BatchConfig
+from trilithon.config import BatchConfig, ResolvedBatch
 from trilithon.errors import CheckpointError, ConfigError
 from trilithon.pretrain import load_pretrain
 from trilithon.pretrain.settings import RunConfig
 from trilithon.pretrain.start import Start, find_start, kept_batch, settings_of_run
+
+SAVED = ResolvedBatch(global_size=16, micro_size=8, accumulation=1, data_parallel_size=2)
 
 
 def a_run(folder: Path, *names: str, checkpoints: bool = False) -> Path:
@@ -45,6 +47,12 @@ def test_another_folder_begins_from_the_checkpoint_and_leaves_the_first_run_alon
     taken = a_run(tmp_path / "taken", "model.pt")
     with pytest.raises(ConfigError, match=r"taken already holds a run \(model\.pt\)"):
         begin(resume=str(run), out=taken)
+
+
+def test_a_checkpoint_is_found_without_its_pointer_and_a_single_one_begins_a_new_run(tmp_path):
+    single = a_run(tmp_path / "run" / "checkpoints" / "step-00000007", "MANIFEST.json")
+    assert begin(resume="auto", out=tmp_path / "run").checkpoints == tmp_path / "run" / "checkpoints"
+    assert begin(resume=str(single), out=tmp_path / "new") == Start(tmp_path / "new", single)
 
 
 def test_auto_begins_anew_where_there_is_no_checkpoint(tmp_path):
@@ -105,14 +113,14 @@ def test_the_settings_of_a_run_are_read_from_its_folder(tmp_path):
     ],
 )
 def test_the_global_batch_is_kept_by_accumulation(written, ranks, micro, accumulation):
-    batch = kept_batch(BatchConfig(**written), {"global_size": 16, "micro_size": 8}, ranks).resolve(ranks)
+    batch = kept_batch(BatchConfig(**written), SAVED, ranks).resolve(ranks)
     assert (batch.global_size, batch.micro_size, batch.accumulation) == (16, micro, accumulation)
 
 
 def test_another_global_batch_is_taken_when_asked_for():
-    assert kept_batch(BatchConfig(global_size=32), {"global_size": 16, "micro_size": 8}, 2).global_size == 32
+    assert kept_batch(BatchConfig(global_size=32), SAVED, 2).global_size == 32
 
 
 def test_a_global_batch_that_does_not_split_names_the_ranks_that_do():
     with pytest.raises(ConfigError, match=r"16 sequences a step, .* over 3 ranks.*\(1, 2, 4, 8, 16\)"):
-        kept_batch(BatchConfig(), {"global_size": 16, "micro_size": 8}, 3)
+        kept_batch(BatchConfig(), SAVED, 3)
