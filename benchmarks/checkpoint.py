@@ -59,7 +59,12 @@ class Ranks:
         self._processes = []
         for rank in range(world_size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, system, rank, world_size, port, layers), daemon=True)
+            process = context.Process(
+                target=serve,
+                args=(theirs, system, layers),
+                kwargs={"rank": rank, "world_size": world_size, "port": port},
+                daemon=True,
+            )
             process.start()
             theirs.close()
             self._pipes.append(mine)

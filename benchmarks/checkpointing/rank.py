@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 
-def serve(orders: Connection, system: str, rank: int, world_size: int, port: int, layers: int) -> None:
+def serve(orders: Connection, system: str, layers: int, *, rank: int, world_size: int, port: int) -> None:
     """Answer orders until None comes. A failure is an answer {"error": traceback}, and the last one."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),

@@ -93,7 +93,7 @@ class Trilithon:
 
     def save_async(self, folder: Path) -> Wait:
         self._engine.save(folder, tag="benchmark", blocking=False)
-        return lambda: self._engine.finish_saving()
+        return self._engine.finish_saving
 
 
 class Fsdp2:
@@ -141,7 +141,7 @@ class Fsdp2:
         import torch.distributed.checkpoint as dcp
 
         future: Any = dcp.async_save(self._state(), checkpoint_id=folder)
-        return lambda: future.result()
+        return future.result
 
 
 class TorchSave:

@@ -156,7 +156,7 @@ def run(
         overrides["run.overwrite"] = True
     if quiet:
         overrides["monitor.quiet"] = True
-    overrides.update(_parse(setting) for setting in settings or [])
+    overrides.update(parse_setting(setting) for setting in settings or [])
     source: Path | dict[str, Any] | None = config
     if resume is not None and config is None and "data.paths" not in overrides:
         source = settings_of_run(run_folder(resume, out))
@@ -180,7 +180,7 @@ def complete(arguments: list[str]) -> list[str]:
     return found
 
 
-def _parse(setting: str) -> tuple[str, Any]:
+def parse_setting(setting: str) -> tuple[str, Any]:
     """ "zero.stage=3" -> ("zero.stage", 3): the value is JSON, and plain text if it is not."""
     key, equals, text = setting.partition("=")
     if not equals or not key:

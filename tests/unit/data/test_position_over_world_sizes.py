@@ -28,7 +28,7 @@ def loaders(world_size: int, micro_size: int, **options) -> list[Loader]:
 
 
 def steps(group: list[Loader], count: int, streams: list[Iterator]) -> list[int]:
-    """The samples of the next `count` batches of every rank, in the order of the stream; none from ranks that are done."""
+    """The samples of the next `count` batches of every rank in stream order; none from ranks that are done."""
     taken: list[int] = []
     for _ in range(count):
         for stream in streams:
