@@ -87,7 +87,8 @@ class _Job:
         self.train = TokenBlocks(self.corpus.train, self.shape.context)
         self.held_out = TokenBlocks(self.corpus.held_out, self.shape.context)
         found = self.agreement.on_first_rank(lambda: find_past(self.start), "pretrain.checkpoint")
-        self.tag, self.past = found if found is not None else (None, None)
+        self.tag: str | None = found[0] if found is not None else None
+        self.past: Past | None = found[1] if found is not None else None
         ranks, written = self.agreement.world_size, config.engine.batch
         if self.past is not None:
             self.past.require_data(about_data(self.corpus.manifest))

@@ -118,7 +118,7 @@ def _records(out: Path) -> dict[int, dict[str, Any]]:
 
 
 def differences(one: CheckpointReader, other: CheckpointReader) -> Iterator[str]:
-    """What differs between the checkpoints of a straight and a resumed run, in the order of the first; tensors first."""
+    """What differs between the checkpoints of a straight and a resumed run: tensors in their order, then the rest."""
     for entry in one.entries():
         name = f"{entry.part} of {entry.name}"
         found = other.find(entry.part, entry.name)
