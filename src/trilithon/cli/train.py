@@ -34,7 +34,7 @@ _KEYS = {
     "eval_batches": "run.eval_batches",
     "out": "run.out",
     "save_every": "run.save_every",
-    "keep": "run.keep",
+    "keep": "checkpoints.keep",
     "save_on_signal": "run.save_on_signal",
     "resume": "run.resume",
     "max_restarts": "run.max_restarts",
@@ -106,7 +106,7 @@ def run(
     save_every: Annotated[
         int | None, typer.Option("--save-every", help="Steps between checkpoints; 0: only when a signal asks.")
     ] = None,
-    keep: Annotated[int | None, typer.Option("--keep", help="Newest checkpoints to keep.")] = None,
+    keep: Annotated[int | None, typer.Option("--keep", help="Newest checkpoints to keep. Default: 2.")] = None,
     save_on_signal: Annotated[
         bool | None,
         typer.Option("--save-on-signal/--no-save-on-signal", help="Save on Ctrl-C, SIGTERM and SIGUSR1. Default: yes."),

@@ -107,6 +107,10 @@ class Checkpointing:
         work = self._background.run if blocking else self._background.start
         return work(prepared, self._talkers(), retention, begun, notes)
 
+    def finish(self) -> None:
+        """Wait for a save in the background, and raise what it failed with."""
+        self._background.collect()
+
     def _talkers(self) -> Coordinator:
         """The group for what happens while files are written; made at the first save, by all ranks together."""
         if self._writers is None:

@@ -428,7 +428,8 @@ class Engine:
 
         tag: its name, "step-<steps>" by default; one of that name is replaced. client_state: plain data of yours. With
         blocking=False state is copied now and written while training goes on: a failure is raised by the next `step`,
-        `save`, `load` or `close`. Raises CheckpointError on all ranks alike; older checkpoints are then as they were.
+        `save`, `load`, `finish_saving` or `close`. Raises CheckpointError on all ranks alike; older checkpoints are
+        then as they were.
         """
         self._require_open()
         return self._checkpointing.save(folder, tag, client_state, blocking)
@@ -445,6 +446,10 @@ class Engine:
         if self._closed:
             self._require_open()
         return self._checkpointing.load(folder, tag, strict, parts)
+
+    def finish_saving(self) -> None:
+        """Collective: wait until a save in the background is on the disk; raises what it failed with."""
+        self._checkpointing.finish()
 
     @property
     def saving(self) -> SaveProgress | None:

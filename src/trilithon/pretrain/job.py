@@ -141,6 +141,7 @@ class _Job:
                 loop.run(request)
             if not loop.stopped_by:
                 loop.measure(loop.done)
+            loop.saver.finish()
             display.say(self._closing(loop))
         finally:
             display.close()
@@ -162,6 +163,7 @@ class _Job:
         if self.start.checkpoints is None or self.past is None:
             return
         engine.load(self.start.checkpoints, tag=self.tag)
+        loop.share_history()
         ranks, then = self.agreement.world_size, self.past
         changed = "" if then.world_size == ranks else f", which ran on {then.world_size}"
         display.say(
@@ -261,7 +263,6 @@ class _Job:
         self.agreement.on_first_rank(write, "pretrain.results")
 
     def _closing(self, loop: TrainLoop) -> str:
-        assert loop.saver is not None
         if not loop.stopped_by:
             return f"Done after step {loop.done}."
         saved = f" Continue it with: trilithon train --resume {self.out}" if loop.saver.saved == loop.done else ""

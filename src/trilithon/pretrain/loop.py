@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trilithon.data import Loader
 from trilithon.engine.monitor import Monitor
-from trilithon.errors import NonFiniteError
+from trilithon.errors import CheckpointError, NonFiniteError
 from trilithon.pretrain.agreement import Agreement
 from trilithon.pretrain.interrupt import StopRequest
 from trilithon.pretrain.progress import Display, StepView
@@ -43,6 +43,11 @@ class Trainee(Protocol):
     @property
     def skipped_steps(self) -> int: ...
 
+    @property
+    def loss(self) -> float | None: ...
+
+    def step(self) -> bool: ...
+
     def train_step(self, batches: Sequence[Any], forward: Callable[[Any, Any], Any] | None = None) -> float:
         """The mean loss over ranks and micro-batches."""
         ...
@@ -64,12 +69,12 @@ class TrainLoop:
     accumulation: int
     eval_every: int  # 0: not inside the loop
     show_every: int
+    saver: Saver
     history: History = field(default_factory=History)
     seconds: float = 0.0  # of training, without evaluations
     done: int = 0  # steps
     stopped_by: int = 0  # the signal that ended the run early
     memory: dict[str, int] = field(default_factory=dict)
-    saver: Saver | None = None  # None: nothing is saved
     asked_outside: Callable[[], bool] = bool  # whether who started the ranks asks for a checkpoint; bool() says no
     _step_s: float = math.nan
     _steps_here: int = 0  # since this process began
@@ -85,7 +90,7 @@ class TrainLoop:
             self.monitor.on_step(step)
             rate = float(self.engine.lr[0])  # of this step: afterwards the engine answers for the next one
             try:
-                loss = self.engine.train_step(self._window(batches), call_with_targets)
+                loss = self._train_step(self._window(batches))
             except NonFiniteError as error:  # agreed by the engine, so every rank is here
                 raise NonFiniteError(self._not_finite(step, rate, str(error))) from None
             save_asked = request.take_save() or self.asked_outside()
@@ -97,24 +102,36 @@ class TrainLoop:
                 raise NonFiniteError(self._not_finite(step, rate, "the loss is NaN or infinite."))
             if self.stopped_by:
                 request.at_boundary()
-                self._save(step, asked=save_asked, last=True)
+                self.saver.after_step(step, asked=save_asked, last=True)
                 return
             if self.eval_every and step % self.eval_every == 0 and step < self.steps:
                 self.measure(step)
-            self._save(step, asked=save_asked)
-
-    def _save(self, step: int, *, asked: bool, last: bool = False) -> None:
-        if self.saver is not None:
-            self.saver.after_step(step, asked=asked, last=last)
+            self.saver.after_step(step, asked=save_asked, last=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data, the same on every rank."""
-        return {"done": self.done, "seconds": self.seconds, "history": self.history.state_dict()}
+        """Plain data. The history, which grows with the steps, is rank 0's to save; see `share_history`."""
+        history = self.history.state_dict() if self.agreement.rank == 0 else None
+        return {"done": self.done, "seconds": self.seconds, "history": history}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue behind the saved step. The loader and the engine are restored by themselves."""
         self.done, self.seconds = int(state["done"]), float(state["seconds"])
-        self.history.load_state_dict(state["history"])
+        if state["history"] is not None:
+            self.history.load_state_dict(state["history"])
+
+    def share_history(self) -> None:
+        """Collective, after a load: every rank has what rank 0 restored."""
+        self.history.load_state_dict(self.agreement.on_first_rank(self.history.state_dict, "pretrain.history"))
+
+    def _train_step(self, batches: Sequence[Any]) -> float:
+        """One step, also if a save in the background turns out to have failed: that is told before the update."""
+        try:
+            return self.engine.train_step(batches, call_with_targets)
+        except CheckpointError as error:  # on all ranks alike
+            self.saver.failed(error)
+        self.engine.step()
+        assert self.engine.loss is not None
+        return self.engine.loss
 
     def measure(self, step: int) -> float:
         """Evaluate now and record it."""

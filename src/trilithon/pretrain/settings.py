@@ -87,8 +87,6 @@ class RunConfig(Section):
     """Replace the run that `out` holds."""
     save_every: Count = 0
     """Steps between two checkpoints. 0: only when a signal asks for one."""
-    keep: Positive = 2
-    """Newest checkpoints to keep."""
     save_on_signal: Flag = True
     """Save before stopping on SIGINT or SIGTERM, and on SIGUSR1 without stopping. false: SIGINT stops without a
     checkpoint, and the other two keep what they mean to any process."""
@@ -217,6 +215,8 @@ def _engine(raw: Mapping[str, Any], given: Mapping[str, Any], steps: int, where:
         settings["clip_norm"] = 1.0
     if written.batch.micro_size is None and written.batch.global_size is None:
         settings["batch"] = {"micro_size": DEFAULT_MICRO_SIZE}
+    if "keep" not in written.checkpoints.model_fields_set:
+        settings["checkpoints"] = {"keep": 2}
     sinks = {"jsonl": True, "csv": True, "tensorboard": find_spec("tensorboard") is not None}
     left_open = {name: on for name, on in sinks.items() if name not in written.monitor.model_fields_set}
     if left_open:  # an empty block would replace what is written

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from trilithon.pretrain.start import CHECKPOINTS
 # Values of a step that do not depend on how fast the machine was.
 _COMPARED = ("loss", "lr", "grad_norm", "tokens", "skipped_steps")
 _PIECE = 2**22  # elements that are read at once
+_ARRAYS = (Tensor, np.ndarray)
 _CLOCKS = ("seconds",)  # in the state of a run, and different in every run
 
 Start = Callable[[PretrainConfig, int], int]
@@ -164,8 +166,8 @@ def _plain_differences(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, An
     elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
         for index, (left, right) in enumerate(zip(a, b)):
             yield from _plain_differences(f"{path}.{index}", left, right)
-    elif isinstance(a, Tensor) and isinstance(b, Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a, b):
-            yield path, "one tensor", "another"
-    elif not (a is b or bool(a == b)):
+    elif isinstance(a, _ARRAYS) and type(a) is type(b):
+        if a.dtype != b.dtype or a.shape != b.shape or not bool((a == b).all()):
+            yield path, "one array", "another"
+    elif a != b and not (isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)):
         yield path, a, b

@@ -66,7 +66,7 @@ def same_weights(one, other) -> bool:
 
 @pytest.mark.parametrize(("zero_stage", "precision"), [(0, "fp32"), (3, "bf16"), (2, "fp16")])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_that_continues_equals_one_that_was_never_stopped(
+def test_a_stopped_run_that_continues_equals_one_that_was_never_stopped(  # noqa: PLR0917 (fixtures)
     source, tmp_path, monkeypatch, zero_stage, precision, number
 ):
     changes = {"zero.stage": zero_stage, "precision": precision}
@@ -102,7 +102,7 @@ def test_what_forward_draws_continues_too(source, tmp_path, monkeypatch):
 
 def test_checkpoints_by_interval_and_the_newest_are_kept(source, tmp_path):
     out = tmp_path / "out"
-    run(settings(source, out, **{"run.save_every": 2, "checkpoint.keep": 2, "run.steps": 7}))
+    run(settings(source, out, **{"run.save_every": 2, "checkpoints.keep": 2, "run.steps": 7}))
     kept = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert kept == ["latest", "step-00000006", "step-00000007"]
     assert (out / "checkpoints" / "latest").read_text().strip() == "step-00000007"
@@ -182,5 +182,5 @@ def test_without_saving_on_signals_ctrl_c_leaves_weights_and_no_checkpoint(sourc
 def test_a_run_with_checkpoints_is_not_overwritten(source, tmp_path):
     out = tmp_path / "out"
     run(settings(source, out, **{"run.save_every": 2, "run.steps": 2}))
-    with pytest.raises(ConfigError, match="or --resume .* to continue it"):
+    with pytest.raises(ConfigError, match=r"or --resume .* to continue it"):
         run(settings(source, out))

@@ -39,5 +39,5 @@ def test_settings_sizes_and_bytes_are_shown():
     assert "zero.stage = 2" in text and "run.steps = 10" in text and "optimizer.lr = 0.003" in text
     assert "a step: 8 sequences of 64 tokens: 1 micro-batches of 4 on each of 2 ranks" in text
     assert "steps: 10, 5,120 tokens" in text
-    with pytest.raises(ConfigError, match="9 .* do not go together on 2"):
+    with pytest.raises(ConfigError, match=r"9 .* do not go together on 2"):
         preview(config(**{"batch.global_size": 9}), 2)

@@ -10,7 +10,9 @@ def record(folder, steps, first_step=1):
         MonitorConfig(folder=folder, every=1, csv=True, tensorboard=True, quiet=True), first_step=first_step
     )
     for step in steps:
-        monitor.record(step, {"loss": float(step), "validation/loss": 2.0 * step} if step % 2 else {"loss": float(step)})
+        monitor.record(
+            step, {"loss": float(step), "validation/loss": 2.0 * step} if step % 2 else {"loss": float(step)}
+        )
     monitor.close()
 
 

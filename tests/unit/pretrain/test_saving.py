@@ -12,6 +12,7 @@ class Engine:
     def __init__(self, failures: int = 0) -> None:
         self.saved: list[tuple[str, bool]] = []
         self.failures = failures
+        self.failing_later = False
 
     def save(self, folder, tag=None, client_state=None, blocking=True) -> Path:
         if self.failures:
@@ -20,6 +21,11 @@ class Engine:
         assert client_state == {"step": int(tag.removeprefix("step-"))}
         self.saved.append((tag, blocking))
         return Path(folder, tag)
+
+    def finish_saving(self) -> None:
+        if self.failing_later:
+            self.failing_later = False
+            raise CheckpointError("the disk went away.")
 
 
 def saver(engine: Engine, said: list[str] | None = None, **changes) -> Saver:
@@ -63,6 +69,26 @@ def test_a_save_that_fails_by_interval_is_told_and_tried_again_later():
     go(saver(engine := Engine(failures=1), said))
     assert said[0] == "No checkpoint of step 4: the disk is full. The run goes on."
     assert [tag for tag, _ in engine.saved] == ["step-00000008", "step-00000010"]
+
+
+def test_a_failure_in_the_background_is_told_of_its_own_step():
+    said: list[str] = []
+    it = saver(engine := Engine(), said)
+    for step in range(1, 11):
+        engine.failing_later |= step == 5  # what was begun after step 4
+        it.after_step(step, asked=False, last=False)
+    assert said[0] == "No checkpoint of step 4: the disk went away. The run goes on."
+    assert [tag for tag, _ in engine.saved] == ["step-00000004", "step-00000008", "step-00000010"]
+
+
+def test_a_failure_that_the_engine_told_lets_the_step_be_saved_again():
+    said: list[str] = []
+    it = saver(engine := Engine(), said)
+    it.after_step(4, asked=False, last=False)
+    it.failed(CheckpointError("the disk went away."))
+    it.after_step(4, asked=True, last=False)
+    assert said == ["No checkpoint of step 4: the disk went away. The run goes on."]
+    assert [tag for tag, _ in engine.saved] == ["step-00000004", "step-00000004"]
 
 
 def test_a_save_that_fails_when_the_run_stops_is_an_error():
