@@ -17,7 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
+from trilithon.comm import attempt
 from trilithon.errors import ConfigError
 
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -106,7 +108,14 @@ def init_distributed(backend: str | None = None, timeout_s: float = 1800.0) -> b
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or rank) % torch.cuda.device_count())
         backend = backend or "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend or "gloo", timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    if not attempt.outlives_ranks():
+        dist.init_process_group(backend or "gloo", timeout=timeout)
+        return True
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    own = attempt.fresh_part(store, rank, world_size, timeout_s)
+    dist.init_process_group(backend or "gloo", store=own, rank=rank, world_size=world_size, timeout=timeout)
     return True
 
 

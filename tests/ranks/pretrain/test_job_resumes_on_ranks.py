@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from trilithon.errors import ConfigError
 from trilithon.pretrain import job as job_module
 from trilithon.pretrain import load_pretrain, run
 from trilithon.pretrain.loop import TrainLoop
-from trilithon.testing import run_ranks
+from trilithon.testing import RanksError, run_ranks
 
 TEXT = " ".join(str(number**2) for number in range(1200))  # no sequence comes twice
 
@@ -103,6 +102,7 @@ def test_another_number_of_ranks_keeps_the_batch_and_the_samples(folder, before,
 
 
 def test_ranks_over_which_the_batch_does_not_split_are_refused_on_all(folder):
-    run_ranks(trained, 1, str(folder), "out", {"batch.micro_size": 4})
-    with pytest.raises(ConfigError, match=r"4 sequences a step, .* over 3 ranks.*\(1, 2, 4\)"):
-        run_ranks(trained, 3, str(folder), "out", {"run.resume": "auto", "run.steps": 9})
+    run_ranks(trained, 1, str(folder), "out", {"batch.micro_size": 3})
+    with pytest.raises(RanksError, match=r"3 sequences a step, .* over 2 ranks.*\(1, 3\)") as caught:
+        run_ranks(trained, 2, str(folder), "out", {"run.resume": "auto", "run.steps": 9})
+    assert "rank 0" in str(caught.value) and "rank 1" in str(caught.value)
