@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from train_processes import SMALL, end, gone, ranks_of, start, wait_for_records
 
+
 @pytest.fixture
 def text(tmp_path) -> Path:
     (tmp_path / "a.txt").write_text("some text to learn from, again and again.\n" * 200)

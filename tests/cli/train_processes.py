@@ -30,7 +30,7 @@ def end(process: subprocess.Popen[str], limit_s: float = 120) -> tuple[int, str,
     return process.returncode, out, err
 
 
-def ranks_of(launcher: int) -> list[int]:
+def ranks_of(launcher: int, what: str = "trilithon.pretrain.rank") -> list[int]:
     """Process ids of the ranks that a launcher started and that still run."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -40,7 +40,7 @@ def ranks_of(launcher: int) -> list[int]:
                 command = (entry / "cmdline").read_text()
             except OSError:
                 continue
-            if parent == launcher and "trilithon.pretrain.rank" in command:
+            if parent == launcher and what in command:
                 found.append(int(entry.name))
     return sorted(found)
 

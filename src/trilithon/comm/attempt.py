@@ -16,7 +16,7 @@ import time
 import uuid
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from trilithon.errors import CollectiveError
 
@@ -30,17 +30,17 @@ def outlives_ranks() -> bool:
     return os.environ.get(_SHARED) == "True"
 
 
-def fresh_part(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+def fresh_part(store: Store, rank: int, world_size: int, timeout_s: float) -> Store:
     """A view of `store` under a name that all ranks of this start share, and no other start. Collective.
 
     Raises CollectiveError naming the ranks that did not come within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     name = _publish(store, world_size, deadline) if rank == 0 else _adopt(store, rank, deadline)
-    return dist.PrefixStore(name, store)
+    return PrefixStore(name, store)
 
 
-def _publish(store: dist.Store, world_size: int, deadline: float) -> str:
+def _publish(store: Store, world_size: int, deadline: float) -> str:
     name, told = uuid.uuid4().hex, None
     while True:
         words = [_read(store, f"{_WORD}/{rank}") for rank in range(1, world_size)]
@@ -55,7 +55,7 @@ def _publish(store: dist.Store, world_size: int, deadline: float) -> str:
         time.sleep(_POLL_S)
 
 
-def _adopt(store: dist.Store, rank: int, deadline: float) -> str:
+def _adopt(store: Store, rank: int, deadline: float) -> str:
     word = uuid.uuid4().hex
     store.set(f"{_WORD}/{rank}", word)
     while True:
@@ -71,6 +71,6 @@ def _adopt(store: dist.Store, rank: int, deadline: float) -> str:
         time.sleep(_POLL_S)
 
 
-def _read(store: dist.Store, key: str) -> str:
+def _read(store: Store, key: str) -> str:
     """The value of a key, "" while there is none; `get` alone would wait for it."""
     return store.get(key).decode() if store.check([key]) else ""

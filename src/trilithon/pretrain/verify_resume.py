@@ -30,7 +30,6 @@ from trilithon.pretrain.start import CHECKPOINTS
 # Values of a step that do not depend on how fast the machine was.
 _COMPARED = ("loss", "lr", "grad_norm", "tokens", "skipped_steps")
 _PIECE = 2**22  # elements that are read at once
-_ARRAYS = (Tensor, np.ndarray)
 _CLOCKS = ("seconds",)  # in the state of a run, and different in every run
 
 Start = Callable[[PretrainConfig, int], int]
@@ -166,8 +165,11 @@ def _plain_differences(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, An
     elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
         for index, (left, right) in enumerate(zip(a, b)):
             yield from _plain_differences(f"{path}.{index}", left, right)
-    elif isinstance(a, _ARRAYS) and type(a) is type(b):
-        if a.dtype != b.dtype or a.shape != b.shape or not bool((a == b).all()):
+    elif isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.dtype != b.dtype or not torch.equal(a, b):
+            yield path, "one tensor", "another"
+    elif isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        if not np.array_equal(a, b):
             yield path, "one array", "another"
     elif a != b and not (isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)):
         yield path, a, b

@@ -65,8 +65,10 @@ def same_weights(one, other) -> bool:
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize(("zero_stage", "precision"), [(0, "fp32"), (3, "bf16"), (2, "fp16")])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("zero_stage", "precision", "number"),
+    [(0, "fp32", signal.SIGINT), (3, "bf16", signal.SIGTERM), (2, "fp16", signal.SIGTERM)],
+)
 def test_a_stopped_run_that_continues_equals_one_that_was_never_stopped(  # noqa: PLR0917 (fixtures)
     source, tmp_path, monkeypatch, zero_stage, precision, number
 ):
