@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trilithon.data.files import FoundText, SkippedFile, TextFile, find_text_files
 from trilithon.data.loader import Loader, prepare_loader
-from trilithon.data.sampler import StreamSampler, epoch_order, stream_seed
+from trilithon.data.sampler import StreamSampler, epoch_order
 from trilithon.data.text import TextCorpus, TokenBlocks, prepare_text
 from trilithon.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer
 
@@ -24,5 +24,4 @@ __all__ = [
     "load_tokenizer",
     "prepare_loader",
     "prepare_text",
-    "stream_seed",
 ]

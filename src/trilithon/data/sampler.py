@@ -19,15 +19,6 @@ from torch import Tensor
 from trilithon.errors import ConfigError, DataError
 
 
-def stream_seed(seed: int, *names: int | str) -> int:
-    """The seed of one of many streams of random numbers: the order of an epoch, or what a rank draws in forward.
-
-    A digest rather than a sum: epoch 1 of seed 0 must not be epoch 0 of seed 1.
-    """
-    digest = hashlib.blake2b(":".join(map(str, (seed, *names))).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % (1 << 63)
-
-
 def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -> Tensor:
     """The sample indices of one epoch [num_samples] i64: a permutation that depends on nothing but the arguments.
 
@@ -35,7 +26,9 @@ def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -
     """
     if not shuffle:
         return torch.arange(num_samples)
-    generator = torch.Generator().manual_seed(stream_seed(seed, epoch))
+    # A digest rather than seed + epoch: epoch 1 of seed 0 must not be epoch 0 of seed 1.
+    mixed = int.from_bytes(hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8).digest(), "little")
+    generator = torch.Generator().manual_seed(mixed % (1 << 63))
     return torch.randperm(num_samples, generator=generator)
 
 

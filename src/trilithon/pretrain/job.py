@@ -23,9 +23,10 @@ from trilithon import zero
 from trilithon.comm.collectives import Group
 from trilithon.comm.mesh import init_distributed, make_mesh, own_process_group
 from trilithon.config import Config, MonitorConfig, ResolvedBatch
-from trilithon.data import Loader, TextCorpus, TokenBlocks, prepare_text, stream_seed
+from trilithon.data import Loader, TextCorpus, TokenBlocks, prepare_text
 from trilithon.engine.engine import Engine
 from trilithon.engine.monitor import Monitor
+from trilithon.engine.random_state import derive_random_states
 from trilithon.errors import CheckpointError, ConfigError, TrilithonError
 from trilithon.models import GPT
 from trilithon.pretrain.agreement import Agreement
@@ -124,7 +125,8 @@ class _Job:
         with zero.init(enabled=self.config.engine.zero.stage == 3, backend=self.config.engine.comm.backend):
             model = GPT(self.shape)
         engine = trilithon.initialize(model, config=_engine_config(self.config.engine, self.batch))
-        torch.manual_seed(stream_seed(self.config.engine.seed, "forward", self.agreement.rank))
+        # What draws from the global generators from here on differs between ranks, and is saved for each of them.
+        derive_random_states(self.config.engine.seed, 0, self.agreement.rank)
         written = self.config.engine.monitor.model_dump()
         # quiet: lines are left to the display, which also has a live form
         settings = MonitorConfig(**{**written, "folder": self.out, "quiet": True})

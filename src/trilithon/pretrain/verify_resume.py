@@ -132,7 +132,7 @@ def differences(one: CheckpointReader, other: CheckpointReader) -> Iterator[str]
             if text is not None:
                 yield f"{name} differs: {text}"
     for path, a, b in _plain_differences("", one.extra, other.extra):
-        yield f"{path} is {a!r} straight, {b!r} resumed"
+        yield f"{path} is {a} straight, {b} resumed"
 
 
 def _tensor_difference(one: CheckpointReader, other: CheckpointReader, part: str, name: str, numel: int) -> str | None:
@@ -157,7 +157,8 @@ def _bits(values: Tensor) -> Tensor:
     return values.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
 
 
-def _plain_differences(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
+def _plain_differences(path: str, a: Any, b: Any) -> Iterator[tuple[str, str, str]]:
+    """(where, straight, resumed), the values as text."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in dict.fromkeys([*a, *b]):
             if key not in _CLOCKS:
@@ -172,4 +173,4 @@ def _plain_differences(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, An
         if not np.array_equal(a, b):
             yield path, "one array", "another"
     elif a != b and not (isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b)):
-        yield path, a, b
+        yield path, repr(a), repr(b)
