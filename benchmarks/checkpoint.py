@@ -181,7 +181,7 @@ def table(made: Sequence[dict[str, Any]]) -> Table:
     }  # fmt: skip
     shown = Table()
     for name in columns.values():
-        shown.add_column(name, justify="left" if name == "system" else "right")
+        shown.add_column(name, justify="left" if name == "system" else "right", no_wrap=name == "system")
     for row in made:
         shown.add_row(*("" if row.get(key) is None else str(row[key]) for key in columns))
     return shown
