@@ -80,6 +80,17 @@ def readers_folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture(scope="session")
+def a_run(tmp_path_factory):
+    """A run of `trilithon train` that has saved its first step, for the pages that continue, export or examine one."""
+    folder = tmp_path_factory.mktemp("documented")
+    short = _SHORT.replace("--steps 2", "--steps 1").replace("runs/short", str(folder / "books"))
+    command = [sys.executable, "-m", "trilithon.cli.main", "train", "--data", str(ROOT / "docs"), *short.split()]
+    command += ["--save-every", "1", "--cache", str(folder / "cache"), "--quiet"]
+    subprocess.run(command, check=True, timeout=LIMIT_S, env=_environment(), stdout=subprocess.DEVNULL)
+    return folder / "books"
+
+
 @pytest.mark.parametrize("page", PYTHON)
 def test_the_python_examples_of_the_page_run(page, readers_folder, capsys):
     if any(re.search(r"^def test_", example.text, re.MULTILINE) for example in PYTHON[page]):
@@ -99,8 +110,10 @@ def test_the_python_examples_of_the_page_run(page, readers_folder, capsys):
 
 
 @pytest.mark.parametrize("example", COMMANDS, ids=str)
-def test_the_command_runs(example, readers_folder):
+def test_the_command_runs(example, readers_folder, request):
     command = example.text.split("  #")[0].strip()
+    if re.search(r"(--resume|checkpoint [a-z-]+) runs/books\b", command):
+        shutil.copytree(request.getfixturevalue("a_run"), readers_folder / "runs" / "books")
     if command.startswith("make"):
         targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
         assert set(command.split()[1:]) <= targets
