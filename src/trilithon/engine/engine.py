@@ -100,8 +100,7 @@ class Engine:
         self._precision, self._rate, self._groups, self._low = parts.precision, parts.rate, parts.groups, parts.low
         self._process_groups = parts.process_groups
         self._window = _Window()
-        self._window_open = self._syncing = True
-        self._window_open = False
+        self._syncing, self._window_open = True, False
         self._uneven = self._closed = False
         self._idle: frozenset[str] = frozenset()
         self.stateful: dict[str, Stateful] = {}
@@ -427,9 +426,8 @@ class Engine:
         """Collective: save everything that training needs to go on exactly; returns the checkpoint's folder.
 
         tag: its name, "step-<steps>" by default; one of that name is replaced. client_state: plain data of yours. With
-        blocking=False state is copied now and written while training goes on: a failure is raised by the next `step`,
-        `save`, `load`, `finish_saving` or `close`. Raises CheckpointError on all ranks alike; older checkpoints are
-        then as they were.
+        blocking=False state is copied now and written while training goes on; the next `step`, `save`, `load`, `close` or
+        `finish_saving` raises what failed. Raises CheckpointError on all ranks alike; older checkpoints stay as they were.
         """
         self._require_open()
         return self._checkpointing.save(folder, tag, client_state, blocking)
