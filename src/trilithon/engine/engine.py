@@ -426,8 +426,8 @@ class Engine:
         """Collective: save everything that training needs to go on exactly; returns the checkpoint's folder.
 
         tag: its name, "step-<steps>" by default; one of that name is replaced. client_state: plain data of yours. With
-        blocking=False state is copied now and written while training goes on; the next `step`, `save`, `load`, `close` or
-        `finish_saving` raises what failed. Raises CheckpointError on all ranks alike; older checkpoints stay as they were.
+        blocking=False state is copied now and written while training goes on; the next call of `step` or of a method
+        here raises what failed. Raises CheckpointError on all ranks alike; older checkpoints stay as they were.
         """
         self._require_open()
         return self._checkpointing.save(folder, tag, client_state, blocking)

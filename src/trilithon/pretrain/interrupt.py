@@ -8,7 +8,8 @@
 
 A thread of its own sees each signal when it arrives, because Python runs a handler only between two instructions and a
 rank that waits in a collective may not get there: the second Ctrl-C and the end of the patience after SIGTERM work then
-as well. SIGTERM is also what ranks get when another one has failed, and then their step never ends.
+as well. SIGTERM is also what ranks get when another one has failed; then their step never ends, and once that is known
+they end at once.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 _PATIENCE_S = 1.0  # one Ctrl-C may reach a process twice, from the terminal and from whoever started it
 _STEP_S = 10.0  # a step in progress has this long after SIGTERM, and three times the longest one so far
+_LOOK_S = 0.05  # between two looks at whether that is over
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -35,8 +38,10 @@ class StopRequest:
     `signal` is the number of the first signal that asked to stop, 0 while none did.
     """
 
-    def __init__(self, *, on_termination: bool = True) -> None:
+    def __init__(self, *, on_termination: bool = True, hopeless: Callable[[], bool] = bool) -> None:
+        """hopeless: whether no step can end any more, as far as is known; then SIGTERM ends the process at once."""
         self.signal = 0
+        self._hopeless = hopeless
         self._save = False
         self._wanted = (*_STOPPING, signal.SIGUSR1) if on_termination else (signal.SIGINT,)
         self._longest_step_s = 0.0
@@ -102,13 +107,15 @@ class StopRequest:
         assert self._sockets is not None
         listening, noted, deadline = self._sockets[0], _Noted(), None
         while True:
-            wait_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            ready, _, _ = select.select([listening], [], [], wait_s)
-            if not ready:
-                if self._at_boundary.is_set():
-                    deadline = None
-                    continue
+            ready, _, _ = select.select([listening], [], [], None if deadline is None else _LOOK_S)
+            if deadline is not None and self._at_boundary.is_set():
+                deadline = None
+            if deadline is not None and self._hopeless():  # another rank's failure is being told: this one's end is not
+                os._exit(128 + signal.SIGTERM)
+            if deadline is not None and time.monotonic() > deadline:
                 _end_unsaved(signal.SIGTERM)
+            if not ready:
+                continue
             for number in listening.recv(64):
                 if number == 0:
                     return

@@ -24,6 +24,7 @@ from trilithon.comm.collectives import Group
 from trilithon.comm.mesh import init_distributed, make_mesh, own_process_group
 from trilithon.config import Config, MonitorConfig, ResolvedBatch
 from trilithon.data import Loader, TextCorpus, TokenBlocks, prepare_text
+from trilithon.engine.build import is_hopeless
 from trilithon.engine.engine import Engine
 from trilithon.engine.monitor import Monitor
 from trilithon.engine.random_state import derive_random_states
@@ -139,7 +140,7 @@ class _Job:
         try:
             display.say(self._opening())
             self._continue(engine, loop, display)
-            with StopRequest(on_termination=self.config.run.save_on_signal) as request:
+            with StopRequest(on_termination=self.config.run.save_on_signal, hopeless=is_hopeless) as request:
                 loop.run(request)
             if not loop.stopped_by:
                 loop.measure(loop.done)

@@ -99,10 +99,22 @@ def test_after_sigterm_a_step_that_does_not_end_is_cut_short_and_says_so():
     assert "rank 0 could not end its step after SIGTERM; it ends without saving" in err
 
 
+HOPELESS = IN_A_COLLECTIVE.replace("StopRequest()", "StopRequest(hopeless=lambda: True)")
+
+
+def test_after_sigterm_a_rank_whose_peers_are_gone_ends_at_once_and_without_a_word():
+    process = run(HOPELESS, "60")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 143 and err == ""
+
+
 def test_what_is_done_at_the_boundary_is_not_cut_short(monkeypatch):
-    monkeypatch.setattr("trilithon.pretrain.interrupt._STEP_S", 0.1)
+    monkeypatch.setattr("trilithon.pretrain.interrupt._STEP_S", 1.0)
     with StopRequest() as request:
         os.kill(os.getpid(), signal.SIGTERM)
         request.at_boundary()
-        time.sleep(0.4)  # a checkpoint is written
+        time.sleep(1.3)  # a checkpoint is written
     assert request.signal == signal.SIGTERM
