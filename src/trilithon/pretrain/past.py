@@ -68,7 +68,7 @@ def find_past(start: Start) -> tuple[str, Past] | None:
     if start.checkpoints is None:
         return None
     with open_checkpoint(start.checkpoints) as saved:
-        state = saved.extra["ranks"][0]["client_state"]
+        state = saved.extra["client_state"]
         tag, folder = saved.manifest.tag, Path(saved.folder)
     if CLIENT_KEY not in state:
         raise CheckpointError(
