@@ -7,6 +7,7 @@ for origin in explain(config): ...
 
 from trilithon.config.base import Dtype, Section
 from trilithon.config.batch import BatchConfig, ResolvedBatch, data_parallel_size
+from trilithon.config.checkpoints import CheckpointConfig
 from trilithon.config.comm import CommConfig
 from trilithon.config.monitor import MonitorConfig
 from trilithon.config.optimizer import Adagrad, Adam, AdamW, Lamb, Lion, OptimizerConfig, Sgd
@@ -35,6 +36,7 @@ __all__ = [
     "AdamW",
     "BatchConfig",
     "Bf16",
+    "CheckpointConfig",
     "CommConfig",
     "Config",
     "Constant",

@@ -103,6 +103,7 @@ def initialize(
         groups=groups,
         ledger=ledger,
         process_groups=process_groups,
+        writers=lambda: _writers(mesh, settings),
         monitor=monitor,
         low=_low(settings) if getattr(settings.precision, "cast_inputs", False) else None,
     )
@@ -160,6 +161,11 @@ def report_failure(error: BaseException) -> None:
         _PROCESS.watchdog.report_failure(error)
 
 
+def is_hopeless() -> bool:
+    """Whether a rank has failed or is lost, as far as this one knows, so that no step can end any more."""
+    return _PROCESS.watchdog is not None and _PROCESS.watchdog.hopeless
+
+
 def _watchdog(settings: Config) -> Watchdog | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -175,11 +181,7 @@ def _communicators(
     mesh: DeviceMesh | None, ledger: Ledger, settings: Config
 ) -> tuple[Communicators, list[dist.ProcessGroup]]:
     """The groups that this engine talks in, and what it has to give back when it closes."""
-    names = tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
-    axis = "data" if "data" in names else (names[0] if len(names) == 1 else "")
-    if mesh is not None and not axis:
-        raise ConfigError(f"the mesh has the axes {names}; one of them must be called 'data'.")
-    watchdog = _watchdog(settings)
+    axis, watchdog = _data_axis(mesh), _watchdog(settings)
 
     made: list[dist.ProcessGroup] = []
 
@@ -196,6 +198,20 @@ def _communicators(
         )
 
     return Communicators(group("control"), group("gather"), group("reduce")), made
+
+
+def _data_axis(mesh: DeviceMesh | None) -> str:
+    names = tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
+    axis = "data" if "data" in names else (names[0] if len(names) == 1 else "")
+    if mesh is not None and not axis:
+        raise ConfigError(f"the mesh has the axes {names}; one of them must be called 'data'.")
+    return axis
+
+
+def _writers(mesh: DeviceMesh | None, settings: Config) -> Group:
+    """Who writes a checkpoint, on a group of their own: a disk may take longer than the watchdog waits. Collective."""
+    made = own_process_group(mesh, _data_axis(mesh), settings.comm.timeout_s, backend="gloo") if mesh else None
+    return Group(made, name="checkpoint")
 
 
 def _monitor(settings: Config, comm: Communicators) -> Monitor | None:
