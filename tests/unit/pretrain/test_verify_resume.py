@@ -57,7 +57,8 @@ def test_moments_that_are_not_restored_are_named_with_the_element(config, monkey
 def test_what_is_no_tensor_is_compared_too(config, monkeypatch):
     monkeypatch.setattr(Restore, "finish", _and_draw(Restore.finish))
     verdict = verify_resume(config, steps=2, save_at=1, start=here)
-    assert verdict.difference is not None and "random.torch is one tensor straight, another resumed" in verdict.difference
+    assert verdict.difference is not None
+    assert "random.torch is one tensor straight, another resumed" in verdict.difference
 
 
 def _and_draw(plain):
