@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+from trilithon.cli.train import complete
+
 HELP = """
 import sys
 from trilithon.cli.main import main
@@ -43,12 +45,44 @@ def test_help_comes_without_torch_and_with_examples():
         (["--data", "x", "--zero-stage", "7"], "zero.stage"),
         (["--data", "x", "--nproc", "0"], "--nproc 0: give at least 1"),
         (["--data", "x", "--config", "absent.json"], "absent.json"),
+        (["--data", "x", "--max-restarts", "2"], "add --save-every N"),
+        (["--resume"], "--resume needs to know which run"),
+        (["--resume", "absent"], "absent/config.json does not hold the settings of a run"),
     ],
 )
 def test_wrong_settings_are_one_line_before_anything_starts(arguments, words):
     done = trilithon(*arguments)
     assert done.returncode == 1 and done.stdout == ""
     assert words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_dry_run_shows_the_run_and_starts_nothing(tmp_path):
+    done = trilithon("--data", "x", "--nproc", 2, "-z", 2, "-p", "bf16", "--out", tmp_path / "out", "--dry-run")
+    assert done.returncode == 0 and done.stderr == ""
+    for shown in ("zero.stage = 2", "run.steps = 300", "on each of 2 ranks", "together"):
+        assert shown in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "completed"),
+    [
+        (["--resume"], ["--resume", "auto"]),
+        (["--resume", "--nproc", "2"], ["--resume", "auto", "--nproc", "2"]),
+        (["--resume", "runs/a", "--steps", "9"], ["--resume", "runs/a", "--steps", "9"]),
+        (["--data", "x"], ["--data", "x"]),
+    ],
+)
+def test_resume_may_stand_alone(arguments, completed):
+    assert complete(arguments) == completed
+
+
+def test_a_mistyped_command_is_answered_with_the_nearest():
+    for typed, answer in (("trian", "Did you mean train?"), ("frobnicate", "There are check, train, launch")):
+        done = subprocess.run(
+            [sys.executable, "-m", "trilithon.cli.main", typed], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 2 and f"There is no command {typed}. {answer}" in done.stderr
 
 
 def test_a_missing_path_is_one_line(tmp_path):

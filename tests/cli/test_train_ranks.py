@@ -1,73 +1,16 @@
 import os
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-
-SMALL = ("--model", "nano", "--context", "32", "--micro-batch", "2", "--eval-batches", "1", "--sample-tokens", "4")
-SMALL += ("--set", "monitor.tensorboard=false", "--set", "monitor.csv=false")
+from train_processes import SMALL, end, gone, ranks_of, start, wait_for_records
 
 
 @pytest.fixture
 def text(tmp_path) -> Path:
     (tmp_path / "a.txt").write_text("some text to learn from, again and again.\n" * 200)
     return tmp_path / "a.txt"
-
-
-def start(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    taken = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
-    return subprocess.Popen(
-        [sys.executable, "-m", *launcher, "trilithon.cli.main", "train", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={name: value for name, value in os.environ.items() if name not in taken},
-    )
-
-
-def end(process: subprocess.Popen[str], limit_s: float = 120) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=limit_s)
-    finally:
-        process.kill()
-    return process.returncode, out, err
-
-
-def ranks_of(launcher: int) -> list[int]:
-    """Process ids of the ranks that a launcher started and that still run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                command = (entry / "cmdline").read_text()
-            except OSError:
-                continue
-            if parent == launcher and "trilithon.pretrain.rank" in command:
-                found.append(int(entry.name))
-    return sorted(found)
-
-
-def wait_for_records(out: Path, process: subprocess.Popen[str]) -> None:
-    """Until the run has recorded a step, so that its ranks are in the loop."""
-    deadline = time.monotonic() + 90
-    metrics = out / "metrics.jsonl"
-    while not (metrics.exists() and metrics.read_text().strip()):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no step was recorded"
-        time.sleep(0.1)
-
-
-def gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
-            return True
-        time.sleep(0.1)
-    return False
 
 
 def test_nproc_starts_ranks_that_train_together(text, tmp_path):

@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from trilithon.checkpoint import convert
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 PROGRAMS = ("trilithon", "torchrun", "python", "make")
@@ -63,7 +65,7 @@ COMMANDS = commands()
 
 @pytest.fixture
 def readers_folder(tmp_path, monkeypatch):
-    """What the pages assume to be there: configurations, a script, some text, and the examples of this project."""
+    """What the pages assume to be there: configurations, a script, text, runs with checkpoints, and our examples."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text('{"zero": {"stage": 2}, "optimizer": {"kind": "adamw", "lr": 0.001}}')
     (tmp_path / "zero3.json").write_text('{"zero": {"stage": 3}, "optimizer": {"kind": "adamw", "lr": 0.001}}')
@@ -72,7 +74,21 @@ def readers_folder(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("docs", "texts"):
         shutil.copytree(ROOT / "docs", tmp_path / name)
+    shutil.copytree(ROOT / "tests" / "data" / "deepspeed" / "zero3_bf16", tmp_path / "ds_run")
+    for run in ("a", "b"):
+        convert(tmp_path / "ds_run", tmp_path / "runs" / run, out_tag="step-00000003")
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def a_run(tmp_path_factory):
+    """A run of `trilithon train` that has saved its first step, for the pages that continue, export or examine one."""
+    folder = tmp_path_factory.mktemp("documented")
+    short = _SHORT.replace("--steps 2", "--steps 1").replace("runs/short", str(folder / "books"))
+    command = [sys.executable, "-m", "trilithon.cli.main", "train", "--data", str(ROOT / "docs"), *short.split()]
+    command += ["--save-every", "1", "--cache", str(folder / "cache"), "--quiet"]
+    subprocess.run(command, check=True, timeout=LIMIT_S, env=_environment(), stdout=subprocess.DEVNULL)
+    return folder / "books"
 
 
 @pytest.mark.parametrize("page", PYTHON)
@@ -94,8 +110,10 @@ def test_the_python_examples_of_the_page_run(page, readers_folder, capsys):
 
 
 @pytest.mark.parametrize("example", COMMANDS, ids=str)
-def test_the_command_runs(example, readers_folder):
+def test_the_command_runs(example, readers_folder, request):
     command = example.text.split("  #")[0].strip()
+    if re.search(r"(--resume|checkpoint [a-z-]+) runs/books\b", command):
+        shutil.copytree(request.getfixturevalue("a_run"), readers_folder / "runs" / "books")
     if command.startswith("make"):
         targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
         assert set(command.split()[1:]) <= targets

@@ -61,6 +61,21 @@ def test_two_systems_train_alike_side_by_side(tmp_path):
     assert "within the tolerance" in done.stdout
 
 
+def test_checkpoints_are_written_and_read_by_every_system(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    done = run(
+        "checkpoint.py", "--parameters", 1e6, "--rounds", 1, "--only", "trilithon", "--folder", tmp_path, "--out", out
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    raw, ours = rows_of(out)
+    assert (raw["system"], ours["system"]) == ("raw", "trilithon") and ours["parameters"] == 2**20
+    assert raw["payload_bytes"] == raw["file_bytes"] == 12 * 2**20
+    assert ours["file_bytes"] == pytest.approx(12 * 2**20, rel=0.02), "every byte once, and no padding"
+    assert 0 < ours["blocked_s"] <= ours["async_s"] and raw["blocked_s"] is None
+    assert ours["save_share_of_raw"] > 0 and {"date", "hardware", "torch", "command"} <= ours.keys()
+    assert list(tmp_path.iterdir()) == [out], "nothing is left behind"
+
+
 def test_ctrl_c_leaves_no_process(tmp_path):
     command = [
         sys.executable, str(BENCHMARKS / "train_step.py"), "--size", "tiny", "--only", "ddp-fp32", "--rounds", "100000",

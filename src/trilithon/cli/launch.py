@@ -45,6 +45,9 @@ def run(
     master_port: Annotated[int | None, typer.Option("--master-port", help="Port to meet at.")] = None,
     device: Annotated[DeviceChoice, typer.Option("--device", help="cpu hides every accelerator.")] = "auto",
     max_restarts: Annotated[int, typer.Option("--max-restarts", help="Starts again after a failure.")] = 0,
+    grace: Annotated[
+        float, typer.Option("--grace", help="Seconds that ranks have to save and end once this is asked to stop.")
+    ] = 5.0,
     ssh: Annotated[bool, typer.Option("--ssh", help="Start every machine of the host file from here.")] = False,
     ssh_command: Annotated[str, typer.Option("--ssh-command", help="The ssh program.")] = "ssh -o BatchMode=yes",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the process table and start nothing.")] = False,
@@ -68,6 +71,7 @@ def run(
             master_port=master_port,
             device=device,
             max_restarts=max_restarts,
+            grace_s=grace,
             ssh=ssh,
         )
         status = _carry_out(options, shlex.split(ssh_command), dry_run, as_json, stop_with_stdin)

@@ -1,11 +1,13 @@
 """The `trilithon` command: finds the subcommand, and turns our exceptions into one clean message.
 
 Subcommands are imported only when they are called, so that `--help` answers at once and without torch. Each lives in a
-file of this package and is one function; to add a command, add its file and a line to `COMMANDS`.
+file of this package and is one function, or one Typer with subcommands of its own; to add a command, add its file and a
+line to `COMMANDS`.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import traceback
@@ -26,7 +28,8 @@ from trilithon.errors import TrilithonError
 class Entry:
     """Where a subcommand lives ("module:function") and what it does, for `trilithon --help`.
 
-    The module may set CONTEXT_SETTINGS, which is handed to typer.
+    The module may set CONTEXT_SETTINGS, which is handed to typer, and define complete(arguments), which fills in what
+    may be left out on the command line.
     """
 
     where: str
@@ -41,7 +44,7 @@ COMMANDS = {
     "compare": Entry("trilithon.cli.compare:run", "Find the first tensor that differs between two configurations."),
     "generate": Entry("trilithon.cli.generate:run", "Generate text from a trained model."),
     "plan": Entry("trilithon.cli.plan:run", "Predict memory and time without running."),
-    "checkpoint": Entry("trilithon.cli.checkpoint:run", "Inspect, convert and verify checkpoints."),
+    "checkpoint": Entry("trilithon.cli.checkpoint:app", "Inspect, convert and verify checkpoints."),
     "bench": Entry("trilithon.cli.bench:run", "Measure speed and memory."),
 }
 
@@ -57,10 +60,14 @@ class _Lazy(TyperCommand):
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         module_name, _, function = COMMANDS[str(self.name)].where.partition(":")
         module = import_module(module_name)
+        if isinstance(getattr(module, function), typer.Typer):  # a command with subcommands of its own
+            group = typer.main.get_command(getattr(module, function))
+            return group.make_context(info_name, args, parent=parent, **extra)
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         app.command(name=self.name, context_settings=getattr(module, "CONTEXT_SETTINGS", None))(
             getattr(module, function)
         )
+        args = getattr(module, "complete", list)(args)
         return typer.main.get_command(app).make_context(info_name, args, parent=parent, **extra)
 
 
@@ -69,6 +76,14 @@ class _Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [name for name in COMMANDS if _present(name)]
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        here = self.list_commands(ctx)
+        if args and not args[0].startswith("-") and args[0] not in here:
+            near = difflib.get_close_matches(args[0], here, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(here)}."
+            ctx.fail(f"There is no command {args[0]}. {hint}")
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return _Lazy(name=cmd_name, help=COMMANDS[cmd_name].summary) if _present(cmd_name) else None

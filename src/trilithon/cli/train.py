@@ -11,6 +11,7 @@ import typer
 
 from trilithon.errors import ConfigError
 from trilithon.pretrain.settings import PretrainConfig, load_pretrain
+from trilithon.pretrain.start import AUTO, run_folder, settings_of_run
 
 CONTEXT_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
@@ -35,6 +36,11 @@ _KEYS = {
     "eval_every": "run.eval_every",
     "eval_batches": "run.eval_batches",
     "out": "run.out",
+    "save_every": "run.save_every",
+    "keep": "checkpoints.keep",
+    "save_on_signal": "run.save_on_signal",
+    "resume": "run.resume",
+    "max_restarts": "run.max_restarts",
     "prompt": "run.prompt",
     "sample_tokens": "run.sample_tokens",
     "zero_stage": "zero.stage",
@@ -107,10 +113,31 @@ def run(
     eval_batches: Annotated[int | None, typer.Option("--eval-batches", help="Micro-batches of an evaluation.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the results. Default: runs/TIME.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that --out holds.")] = False,
+    save_every: Annotated[
+        int | None, typer.Option("--save-every", help="Steps between checkpoints; 0: only when a signal asks.")
+    ] = None,
+    keep: Annotated[int | None, typer.Option("--keep", help="Newest checkpoints to keep. Default: 2.")] = None,
+    save_on_signal: Annotated[
+        bool | None,
+        typer.Option("--save-on-signal/--no-save-on-signal", help="Save on Ctrl-C, SIGTERM and SIGUSR1. Default: yes."),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="[DIR]",
+            help="Continue the run in DIR, with its settings if no --data is given. Without DIR: the run that --out "
+            "holds, if there is one.",
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int | None, typer.Option("--max-restarts", help="Starts after a rank failed, from the last checkpoint.")
+    ] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", help="Text that the sample continues.")] = None,
     sample_tokens: Annotated[int | None, typer.Option("--sample-tokens", help="Length of the sample; 0: none.")] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of weights, order and sample.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show settings, sizes and memory; start nothing.")] = False,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", help="KEY=VALUE for any setting, such as zero.bucket_numel=1000000; repeatable."),
@@ -129,6 +156,8 @@ def run(
       trilithon train --data texts/ --experts 8 --top-k 1 --ep-size 2 --nproc 2
       trilithon train --data src/ --suffix .py --nproc 4 --tp 2 --zero-stage 1
       trilithon train --config run.toml --lr 6e-4 --set zero.bucket_numel=1000000
+      trilithon train --data texts/ --nproc 2 --out runs/a --save-every 100 --max-restarts 3
+      trilithon train --resume runs/a --nproc 4
       torchrun --nproc-per-node 4 -m trilithon.cli.main train --data texts/ --zero-stage 2
     """
     given = {name: value for name, value in locals().items() if name in _KEYS and value is not None}
@@ -139,11 +168,31 @@ def run(
         overrides["run.overwrite"] = True
     if quiet:
         overrides["monitor.quiet"] = True
-    overrides.update(_parse(setting) for setting in settings or [])
-    raise typer.Exit(_train(load_pretrain(config, overrides), nproc))
+    overrides.update(parse_setting(setting) for setting in settings or [])
+    source: Path | dict[str, Any] | None = config
+    if resume is not None and config is None and "data.paths" not in overrides:
+        source = settings_of_run(run_folder(resume, out))
+    loaded = load_pretrain(source, overrides)
+    if dry_run:
+        from trilithon.pretrain.preview import preview
+
+        typer.echo(preview(loaded, nproc or int(os.environ.get("WORLD_SIZE", "1"))))
+        raise typer.Exit
+    raise typer.Exit(_train(loaded, nproc))
 
 
-def _parse(setting: str) -> tuple[str, Any]:
+def complete(arguments: list[str]) -> list[str]:
+    """--resume may stand alone: then it means the run that --out holds."""
+    found: list[str] = []
+    for place, argument in enumerate(arguments):
+        found.append(argument)
+        after = arguments[place + 1 : place + 2]
+        if argument == "--resume" and (not after or after[0].startswith("-")):
+            found.append(AUTO)
+    return found
+
+
+def parse_setting(setting: str) -> tuple[str, Any]:
     """ "zero.stage=3" -> ("zero.stage", 3): the value is JSON, and plain text if it is not."""
     key, equals, text = setting.partition("=")
     if not equals or not key:
@@ -168,13 +217,13 @@ def _train(config: PretrainConfig, nproc: int | None) -> int:
         return main(config)
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc {nproc}: give at least 1.")
-    if nproc is None or nproc == 1:
+    if (nproc is None or nproc == 1) and not config.run.max_restarts:
         return main(config)
 
     from trilithon.pretrain.ranks import RankFailedError, start_ranks
 
     try:
-        return start_ranks(config, nproc)
+        return start_ranks(config, nproc or 1)
     except RankFailedError as error:
         typer.echo(f"trilithon: {error}", err=True)
         return error.exit_status

@@ -126,6 +126,12 @@ class Group:
         """Bytes of receive buffers at rest between calls."""
         return self._buffers.bytes
 
+    def destroy(self) -> None:
+        """End the process group, which nobody else may use; unless the whole of torch.distributed has ended before."""
+        process_group = self._process_group
+        if process_group is not None and dist.is_initialized() and process_group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(process_group)
+
     def all_gather(self, full: Tensor, shard: Tensor, tag: Tag) -> Handle:
         """full [W n] becomes every rank's shard [n] in rank order; `shard` may be `full`'s own slice.
 

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
+from trilithon.comm import attempt
 from trilithon.config.mesh import Axes
 from trilithon.errors import ConfigError
 
@@ -49,7 +51,14 @@ def init_distributed(backend: str | None = None, timeout_s: float = 1800.0) -> b
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or rank) % torch.cuda.device_count())
         backend = backend or "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend or "gloo", timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    if not attempt.outlives_ranks():
+        dist.init_process_group(backend or "gloo", timeout=timeout)
+        return True
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    own = attempt.fresh_part(store, rank, world_size, timeout_s)
+    dist.init_process_group(backend or "gloo", store=own, rank=rank, world_size=world_size, timeout=timeout)
     return True
 
 
@@ -79,14 +88,15 @@ def make_mesh(axes: dict[str, int] | None = None, device: str = "cpu") -> Device
 
 def own_process_group(
     mesh: DeviceMesh | None, axis: str | Sequence[str] = "data", timeout_s: float | None = None,
-    split: Callable[[list[int]], list[list[int]]] | None = None,
+    split: Callable[[list[int]], list[list[int]]] | None = None, backend: str | None = None,
 ) -> dist.ProcessGroup | None:  # fmt: skip
     """A new process group over this rank's peers on one axis, or on several; None without a mesh.
 
     split: cuts the ranks of an axis, in order, into smaller groups.
 
     Collectives that may be in flight at the same time each need their own (see `comm.collectives.Group`), whereas
-    `mesh.get_group(axis)` always returns the same one. Collective: every rank of the mesh calls it.
+    `mesh.get_group(axis)` always returns the same one. backend: None for that of the default group. Collective: every
+    rank of the mesh calls it.
     """
     if mesh is None:
         return None
@@ -98,7 +108,7 @@ def own_process_group(
     for members in named.groups(axis):
         whole = [flat[member] for member in members]
         for ranks in split(whole) if split is not None else [whole]:
-            made = dist.new_group(ranks, timeout=timeout)
+            made = dist.new_group(ranks, timeout=timeout, backend=backend)
             if dist.get_rank() in ranks:
                 mine = made
     return mine

@@ -152,6 +152,11 @@ class Watchdog:
         self._wake.set()
         self._printed.wait(_GRACE_S + _PRINT_S)
 
+    @property
+    def hopeless(self) -> bool:
+        """This rank has failed, or has lost a peer: no step of it can end any more."""
+        return self._failure is not None or self._peer_ended.is_set()
+
     def close(self) -> None:
         """Stop watching; ranks that still wait for this one learn that it has ended. Idempotent."""
         if self._closed:

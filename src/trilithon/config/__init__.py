@@ -7,6 +7,7 @@ for origin in explain(config): ...
 
 from trilithon.config.base import Dtype, Section
 from trilithon.config.batch import BatchConfig, ResolvedBatch, data_parallel_size
+from trilithon.config.checkpoints import CheckpointConfig
 from trilithon.config.comm import CommConfig
 from trilithon.config.mesh import Axes, MeshConfig, TensorConfig
 from trilithon.config.moe import MoEConfig
@@ -38,6 +39,7 @@ __all__ = [
     "Axes",
     "BatchConfig",
     "Bf16",
+    "CheckpointConfig",
     "CommConfig",
     "Config",
     "Constant",

@@ -17,6 +17,7 @@ from pydantic import PrivateAttr, ValidationError
 from trilithon.config import sources
 from trilithon.config.base import Count, NonNegativeReal, Section, describe, dotted, kind_of, place, show
 from trilithon.config.batch import BatchConfig, ResolvedBatch
+from trilithon.config.checkpoints import CheckpointConfig
 from trilithon.config.comm import CommConfig
 from trilithon.config.deepspeed_json import check_batch, check_release, native_names, read_deepspeed, recognise
 from trilithon.config.deepspeed_keys import TABLE
@@ -70,6 +71,8 @@ class Config(Section):  # noqa: PLW1641 (pydantic gives frozen classes their __h
     """Largest 2-norm of the whole gradient; a larger one is scaled down to it. 0 turns clipping off."""
     monitor: MonitorConfig = MonitorConfig()
     """What is recorded."""
+    checkpoints: CheckpointConfig = CheckpointConfig()
+    """Which checkpoints stay, and how large their files get."""
 
     _sources: dict[str, Source] = PrivateAttr(default_factory=dict)
     _notes: tuple[str, ...] = PrivateAttr(default=())

@@ -116,9 +116,10 @@ class StreamSampler:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on every rank."""
+        """Plain data, the same on every rank. "epoch" is for people: it follows from the position."""
         return {
             "position": self.position,
+            "epoch": self.epoch,
             "num_samples": self.num_samples,
             "shuffle": self.shuffle,
             "seed": self.seed,

@@ -184,6 +184,11 @@ def report_failure(error: BaseException) -> None:
         _PROCESS.watchdog.report_failure(error)
 
 
+def is_hopeless() -> bool:
+    """Whether a rank has failed or is lost, as far as this one knows, so that no step can end any more."""
+    return _PROCESS.watchdog is not None and _PROCESS.watchdog.hopeless
+
+
 def _watchdog(settings: Config) -> Watchdog | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None

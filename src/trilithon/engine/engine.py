@@ -16,28 +16,32 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from trilithon.checkpoint.report import LoadReport, SaveProgress, SaveReport
 from trilithon.comm.ledger import Ledger
 from trilithon.config import Config, ResolvedBatch
 from trilithon.contracts import Precision, StepHook, SyncMode, Update
 from trilithon.engine import overflow
+from trilithon.engine.checkpointing import Checkpointing
 from trilithon.engine.experts import SpreadExperts
+from trilithon.engine.model_output import loss_of
 from trilithon.engine.monitor import Monitor
 from trilithon.engine.parallel import Parallel
 from trilithon.engine.topology import Topology
+from trilithon.engine.train_state import Stateful
+from trilithon.engine.whole_tensors import field_of, ordinary_state_dict
 from trilithon.errors import NonFiniteError, ProtocolError
 from trilithon.optim.clip import agreed_norm, clip_factor
 from trilithon.optim.groups import Group
 from trilithon.optim.learning_rate import LearningRate
 from trilithon.zero.plan_report import plan_report
 from trilithon.zero.sharding import ZeroSharding
-from trilithon.zero.unit import Unit
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +82,10 @@ class _Window:
 class Engine:
     """Trains one model. Made by `trilithon.initialize`; a context manager that closes itself.
 
-    Read-only: module, config, device, rank, world_size, mesh (who is where), slices (parameters cut over tensor ranks),
-    accumulation, steps (updates applied), skipped_steps, micro_steps, global_samples, lr, loss_scale, ledger; and of
-    the last step: grad_norm (before clipping), clip_factor, non_finite (elements of the gradient, over all ranks),
-    loss (mean over ranks and micro-batches).
+    stateful: objects whose state belongs to the run (loaders, schedulers of yours), by name: saved and loaded with it.
+    Read-only: module, config, device, rank, world_size, mesh (who is where), slices (what tensor ranks share), steps
+    (updates applied), accumulation, skipped_steps, micro_steps, global_samples, lr, loss_scale, ledger; and of the last
+    step: grad_norm (before clipping), clip_factor, non_finite (elements, over all ranks), loss (mean over all of them).
     """
 
     def __init__(self, module: nn.Module, parts: Parts) -> None:
@@ -99,10 +103,11 @@ class Engine:
         self.mesh, self.slices, self._parallel = parts.topology, parts.parallel.slices, parts.parallel
         self._experts = parts.experts
         self._window = _Window()
-        self._window_open = self._syncing = True
-        self._window_open = False
+        self._syncing, self._window_open = True, False
         self._uneven = self._closed = False
         self._idle: frozenset[str] = frozenset()
+        self.stateful: dict[str, Stateful] = {}
+        self._checkpointing = Checkpointing(self, parts.topology.make_writers)
 
     # ------------------------------------------------------------------------------------------------ properties
     @property
@@ -231,7 +236,8 @@ class Engine:
             raise ProtocolError("step() without a backward: call engine.backward(loss) first.")
         if not self.at_boundary:
             return False
-        settled = self._sharding.settle([float(window.loss), window.weight or 0.0])
+        settled = self._sharding.settle([float(window.loss), window.weight or 0.0, self._checkpointing.ended])
+        self._checkpointing.hear(settled.extra[2])
         try:
             scale = self._unscale(settled.extra[1])
         except ProtocolError:
@@ -263,18 +269,10 @@ class Engine:
         self._sharding.publish()
         self._forget_window()
         self.steps += 1
-        self._record()
+        if self._monitor is not None:
+            self._monitor.record_step(self)
         self._rate.advance()
         return True
-
-    def _record(self) -> None:
-        """What the monitor of the configuration writes about the step that was just applied, at the rate it used."""
-        if self._monitor is None:
-            return
-        values = {"loss": self.loss, "grad_norm": self.grad_norm, "clip_factor": self.clip_factor}
-        rates = {f"lr/{index}" if index else "lr": rate for index, rate in enumerate(self.lr)}
-        counts = {"loss_scale": self.loss_scale, "skipped_steps": self.skipped_steps, "samples": self.global_samples}
-        self._monitor.record(self.steps, {k: v for k, v in {**values, **rates, **counts}.items() if v is not None})
 
     def _forget_window(self) -> None:
         self._sharding.drop_gradients()
@@ -326,7 +324,7 @@ class Engine:
                 f"train_step got {len(batches)} micro-batches, and batch.accumulation is {self.accumulation}."
             )
         for batch in batches:
-            self.backward(forward(self, batch) if forward is not None else _loss_of(self._forward(batch)))
+            self.backward(forward(self, batch) if forward is not None else loss_of(self._forward(batch)))
         self.step()
         assert self.loss is not None
         return self.loss
@@ -401,38 +399,13 @@ class Engine:
                 yield name, tensor.float().mul(scale) if tensor.dtype != torch.float64 else tensor * scale
             return
         else:
-            items = self._sharding.full_of(lambda unit: self._state_of(unit, kind), names)
+            items = field_of(self, kind, names)
         for name, tensor in items:
             yield name, tensor.detach().clone()
 
-    def _state_of(self, unit: Unit, kind: str) -> Tensor | None:
-        if not unit.trainable:
-            return None
-        own = torch.zeros_like(unit.master)
-        for part, start, stop in self._sharding.slices_of(unit):
-            assert self._update is not None
-            with self._update.state(part) as state:
-                if kind not in state:
-                    raise ProtocolError(f"unknown kind '{kind}'; there are 'param', 'grad' and {sorted(state)}")
-                own[start:stop].copy_(state[kind])
-        return own
-
     def state_dict(self) -> dict[str, Tensor]:
         """Collective: what `module.state_dict()` of an ordinary model would hold, whole, on every rank."""
-        whole = {name: tensor.detach().clone() for name, tensor in self._sharding.full("param", self._sharding.names)}
-        first = {id(param): name for name, param in self.module.named_parameters()}
-        for name, param in self.module.named_parameters(remove_duplicate=False):
-            whole.setdefault(name, whole[first[id(param)]])  # tied names share one tensor, as they do in the module
-        kept = {key: value for key, value in self._buffers().items() if key not in whole}
-        return {**whole, **kept}
-
-    def _buffers(self) -> dict[str, Tensor]:
-        saved = {}
-        for prefix, module in self.module.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:
-                    saved[f"{prefix}.{name}" if prefix else name] = buffer.detach().clone()
-        return saved
+        return ordinary_state_dict(self)
 
     def memory(self) -> dict[str, int]:
         """Bytes on this rank by category: parameters, gradients, master, optimizer, in_flight."""
@@ -442,6 +415,47 @@ class Engine:
     def plan(self) -> str:
         """A table of the units: which parameters are communicated together, and whether they are gathered for use."""
         return plan_report(self._sharding.units)
+
+    # ----------------------------------------------------------------------------------------------- checkpoints
+    def save(
+        self, folder: Path | str, tag: str | None = None, client_state: Mapping[str, Any] | None = None,
+        blocking: bool = True,
+    ) -> Path:  # fmt: skip
+        """Collective: save everything that training needs to go on exactly; returns the checkpoint's folder.
+
+        tag: its name, "step-<steps>" by default; one of that name is replaced. client_state: plain data of yours. With
+        blocking=False state is copied now and written while training goes on; the next call of `step` or of a method
+        here raises what failed. Raises CheckpointError on all ranks alike; older checkpoints stay as they were.
+        """
+        self._require_open()
+        return self._checkpointing.save(folder, tag, client_state, blocking)
+
+    def load(
+        self, folder: Path | str, tag: str | None = "latest", strict: bool = True, parts: Sequence[str] | None = None
+    ) -> LoadReport:
+        """Collective: restore a checkpoint of any stage, precision and number of ranks; says what became of each part.
+
+        parts: some of "weights" (with buffers), "optimizer", "schedule", "scaler", "counters", "window", "stateful" and
+        "random"; None for all (without an optimizer, the weights). Raises CheckpointError before anything is changed
+        if something is missing or of another shape; strict=False restores what fits and reports the rest.
+        """
+        if self._closed:
+            self._require_open()
+        return self._checkpointing.load(folder, tag, strict, parts)
+
+    def finish_saving(self) -> None:
+        """Collective: wait until a save in the background is on the disk; raises what it failed with."""
+        self._checkpointing.finish()
+
+    @property
+    def saving(self) -> SaveProgress | None:
+        """How far a save in the background is on this rank; None when none is under way."""
+        return self._checkpointing.progress
+
+    @property
+    def last_save(self) -> SaveReport | None:
+        """What the last finished save wrote."""
+        return self._checkpointing.last
 
     # --------------------------------------------------------------------------------------------------- the end
     def train(self, mode: bool = True) -> Engine:
@@ -454,11 +468,19 @@ class Engine:
     def _require_open(self) -> None:
         if self._closed:
             raise ProtocolError("this engine was closed; make another with trilithon.initialize().")
+        self._checkpointing.require_whole()
 
     def close(self) -> None:
-        """Collective at stage 3 and on a mesh: the model gets its whole parameters back, hooks go, state is dropped."""
-        if not self._closed:
-            self._closed = True
+        """Collective at stage 3 and on a mesh: the model gets its whole parameters back, hooks go, state is dropped.
+
+        A save in the background is written out first; what it failed with is raised when everything else is done.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._checkpointing.close()
+        finally:
             if self._monitor is not None:
                 self._monitor.close()
             self._sharding.close()
@@ -466,9 +488,7 @@ class Engine:
             self._parallel.undo()
             if self._update is not None:
                 self._update.close()
-            for process_group in self.mesh.process_groups:  # unless the whole of torch.distributed has ended before
-                if dist.is_initialized() and process_group in dist.distributed_c10d._world.pg_map:
-                    dist.destroy_process_group(process_group)
+            self.mesh.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -476,19 +496,3 @@ class Engine:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:  # after an error the other ranks may not take part any more
             self.close()
-
-
-def _loss_of(output: Any) -> Tensor:
-    found = output
-    if isinstance(output, Mapping):
-        found = output.get("loss")
-    elif isinstance(output, tuple | list):
-        found = output[0]
-    elif not isinstance(output, Tensor):
-        found = getattr(output, "loss", None)
-    if not isinstance(found, Tensor):
-        raise ProtocolError(
-            f"the model returned a {type(output).__name__} without a loss. Pass forward=lambda engine, batch: ... to "
-            "train_step, which returns the loss."
-        )
-    return found

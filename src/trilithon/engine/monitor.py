@@ -22,13 +22,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trilithon.config import MonitorConfig
 from trilithon.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trilithon.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +62,17 @@ class Sink(Protocol):
     def write(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
         """seconds: since the epoch of the system clock."""
         ...
+
+    def record_step(self, engine: Engine) -> None:
+        """What an engine writes about the step that was just applied, at the rate it used."""
+        values = {"loss": engine.loss, "grad_norm": engine.grad_norm, "clip_factor": engine.clip_factor}
+        rates = {f"lr/{index}" if index else "lr": rate for index, rate in enumerate(engine.lr)}
+        counts = {
+            "loss_scale": engine.loss_scale,
+            "skipped_steps": engine.skipped_steps,
+            "samples": engine.global_samples,
+        }
+        self.record(engine.steps, {k: v for k, v in {**values, **rates, **counts}.items() if v is not None})
 
     def close(self) -> None: ...
 
@@ -122,7 +136,7 @@ class Csv:
 class TensorBoard:
     """Scalars by name. Raises ConfigError when the package tensorboard is missing."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, first_step: int = 1) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -130,7 +144,8 @@ class TensorBoard:
                 "monitor.tensorboard=true needs the package tensorboard, which is not installed: "
                 "pip install 'trilithon[train]', or set it to false."
             ) from error
-        self._writer = SummaryWriter(str(folder))
+        # What an earlier process wrote about these steps is hidden: it is written anew.
+        self._writer = SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)
         self._folder = folder
 
     def write(self, step: int, seconds: float, values: Mapping[str, float]) -> None:
@@ -154,9 +169,10 @@ class Monitor:
         rank: int = 0,
         stream: TextIO | None = None,
         details: Callable[[], Mapping[str, float]] | None = None,
+        first_step: int = 1,
     ) -> None:
         """stream: for lines, the standard output if None. details: further numbers for the profile of a step, such as
-        bytes of memory and bytes sent by category."""
+        bytes of memory and bytes sent by category. first_step: of a run that continues in the folder it has."""
         self._active = rank == 0
         self._every, self._quiet, self._folder = config.every, config.quiet, config.folder
         self._stream, self.details = stream, details
@@ -164,7 +180,7 @@ class Monitor:
         self._profiler: Any = None
         self._seconds: dict[str, Meter] = {}
         self._profiled_seconds: dict[str, float] = {}
-        self._sinks: list[Sink] = _make_sinks(config) if self._active else []
+        self._sinks: list[Sink] = _make_sinks(config, first_step) if self._active else []
 
     def on_step(self, step: int) -> None:
         """A step begins, counted from 1; whatever began before it has ended."""
@@ -238,7 +254,7 @@ class Monitor:
             print(text, file=self._stream or sys.stdout, flush=True)
 
 
-def _make_sinks(config: MonitorConfig) -> list[Sink]:
+def _make_sinks(config: MonitorConfig, first_step: int) -> list[Sink]:
     if config.folder is None:
         return []
     try:
@@ -247,7 +263,7 @@ def _make_sinks(config: MonitorConfig) -> list[Sink]:
         if config.csv:
             sinks.append(Csv(config.folder / "csv"))
         if config.tensorboard:
-            sinks.append(TensorBoard(config.folder / "tensorboard"))
+            sinks.append(TensorBoard(config.folder / "tensorboard", first_step))
     except OSError as error:
         raise ConfigError(
             f"monitor.folder={config.folder} cannot be written to ({error.strerror}). Give another folder."

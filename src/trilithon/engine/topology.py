@@ -33,7 +33,8 @@ class Topology:
     """axes: pipe, data, sequence and tensor; rank: this one's number on them.
 
     make_group: collective, a further group over the ranks of `gather`, or over parts of them (name, how to split them).
-    make_control: collective, a further group over the ranks of `control` (name).
+    make_control: collective, a further group over the ranks of `control` (name). make_writers: as that, for those who
+    write a checkpoint: on gloo and without a watchdog, since a disk may take longer than that one waits.
     process_groups: made for this engine, which ends them.
     """
 
@@ -44,6 +45,7 @@ class Topology:
     sequence: Group
     make_group: Callable[[str, Split | None], Group]
     make_control: Callable[[str], Group]
+    make_writers: Callable[[], Group]
     process_groups: list[dist.ProcessGroup] = field(default_factory=list)
 
     @property
@@ -54,6 +56,12 @@ class Topology:
     @property
     def data_size(self) -> int:
         return self.axes.size("data")
+
+    def close(self) -> None:
+        """End the groups, unless the whole of torch.distributed has ended before."""
+        for process_group in self.process_groups:
+            if dist.is_initialized() and process_group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(process_group)
 
     def part(self, axes: str | Sequence[str]) -> tuple[int, int]:
         """(index, number of parts) of this rank along these axes, the last one varying fastest."""
@@ -110,6 +118,10 @@ def make_topology(  # noqa: PLR0917 (called once, by build)
             shared_memory=settings.comm.shared_memory,
         )
 
+    def writers() -> Group:
+        process_group = own_process_group(mesh, known, settings.comm.timeout_s, backend="gloo")
+        return Group(process_group, name="checkpoint")
+
     comm = Communicators(group("control", known), group("gather", replicas), group("reduce", replicas))
     place = {name: mesh.get_local_rank(name) if mesh is not None and name in names else 0 for name in AXES}
     if mesh is not None and "data" not in names:
@@ -125,5 +137,6 @@ def make_topology(  # noqa: PLR0917 (called once, by build)
         sequence,
         make_group=lambda name, split: group(name, replicas, split),
         make_control=lambda name: group(name, known),
+        make_writers=writers,
         process_groups=made,
     )

@@ -2,12 +2,14 @@
 
 `SimpleElasticAgent` (torch.distributed.elastic) is the documented class to build an agent on. What differs from the
 agent inside torchrun: arguments reach the script untouched, every process is gone within `GRACE_S` of the first
-failure or signal, a node's failure ends the other nodes too, and the failing rank's traceback is the last thing shown.
+failure and within the plan's own grace after a signal, a node's failure ends the other nodes too, and the failing
+rank's traceback is the last thing shown.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -46,7 +48,7 @@ class NodeAgent(SimpleElasticAgent):
     """Runs one node of a plan. After `run`, `failure` is this node's first failure and `elsewhere` another node's."""
 
     def __init__(self, spec: WorkerSpec, plan: Plan, records: Path) -> None:
-        super().__init__(spec, exit_barrier_timeout=30, shutdown_timeout=int(GRACE_S))
+        super().__init__(spec, exit_barrier_timeout=30, shutdown_timeout=math.ceil(plan.grace_s))
         self._plan = plan
         self._records = records
         self._processes = NodeProcesses({}, [])
@@ -175,7 +177,7 @@ class NodeAgent(SimpleElasticAgent):
         self._processes.end(signal.SIGTERM, GRACE_S)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self._processes.end(death_sig, min(timeout, GRACE_S))
+        self._processes.end(death_sig, min(timeout, self._plan.grace_s))
 
 
 def run_node(plan: Plan, *, rendezvous_timeout_s: int = 600) -> int:

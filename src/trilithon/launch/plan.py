@@ -27,6 +27,7 @@ from trilithon.launch.hosts import Host, parse_filter, read_host_file, select
 from trilithon.launch.slurm import SlurmJob, slurm_job
 
 DEFAULT_PORT = 29500
+DEFAULT_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class LaunchOptions:
     master_port: int | None = None
     device: DeviceKind = "auto"
     max_restarts: int = 0
+    grace_s: float = DEFAULT_GRACE_S
     ssh: bool = False
 
 
@@ -93,6 +95,7 @@ class Plan:
     master_port: int | None  # None: a free port is taken at the start (one node only)
     command: Command
     max_restarts: int = 0
+    grace_s: float = DEFAULT_GRACE_S  # that ranks have to end by themselves once the launcher is asked to stop
     threads: int | None = None  # OMP_NUM_THREADS on this machine, unless the environment sets it
 
     @property
@@ -142,7 +145,7 @@ def make_plan(options: LaunchOptions, environment: Mapping[str, str], machine: L
     threads = None
     if node_rank is not None and "OMP_NUM_THREADS" not in environment:
         threads = max(1, machine.cores // len(nodes[node_rank].devices))
-    return Plan(nodes, node_rank, address, port, options.command, options.max_restarts, threads)
+    return Plan(nodes, node_rank, address, port, options.command, options.max_restarts, options.grace_s, threads)
 
 
 def _check_options(options: LaunchOptions) -> None:
@@ -163,6 +166,8 @@ def _check_options(options: LaunchOptions) -> None:
         raise ConfigError("--ssh starts every node and --node-rank only this one. Keep one of them.")
     if options.ssh and options.max_restarts:
         raise ConfigError("--ssh ends all nodes when one fails, so --max-restarts has no effect. Leave one out.")
+    if not 0 < options.grace_s < 86400:
+        raise ConfigError(f"--grace {options.grace_s:g}: give the seconds that ranks have to save and end, such as 60.")
     if options.max_restarts < 0:
         raise ConfigError(f"--max-restarts {options.max_restarts} is negative. Use 0 or more.")
     if options.master_port is not None and not 0 < options.master_port < 65536:

@@ -19,7 +19,7 @@ from trilithon.errors import LaunchError
 from trilithon.launch.plan import DEFAULT_PORT, Plan
 
 DEFAULT_SSH = ("ssh", "-o", "BatchMode=yes")
-_END_WITHIN_S = 9.0
+_END_WITHIN_S = 4.0  # for an agent, once its ranks have ended
 _CARRIED = ("OMP_NUM_THREADS", "PYTHONPATH", "TRILITHON_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_")
 
 
@@ -36,6 +36,7 @@ def node_commands(plan: Plan, environment: Mapping[str, str], folder: str) -> li
         words = [sys.executable, "-m", "trilithon.cli.launch", "--nproc", str(len(node.devices))]
         words += ["--num-nodes", str(len(plan.nodes)), "--node-rank", str(rank), "--master-addr", plan.master_addr]
         words += ["--master-port", str(plan.master_port or DEFAULT_PORT), "--stop-with-stdin"]
+        words += ["--grace", f"{plan.grace_s:g}"]
         words += (["--device", "cpu"] if on_cpu else []) + kind + [plan.command.target, *plan.command.args]
         assigned = [f"{name}={value}" for name, value in settings.items()]
         lines.append(f"cd {shlex.quote(folder)} && exec {shlex.join(['env', *assigned, *words])}")
@@ -71,7 +72,7 @@ def run_over_ssh(plan: Plan, ssh: Sequence[str] = DEFAULT_SSH) -> int:
             time.sleep(0.1)
         return 128 + stopped[0]
     finally:
-        _end(nodes)
+        _end(nodes, plan.grace_s + _END_WITHIN_S)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -95,11 +96,11 @@ def stop_with_stdin() -> None:
     threading.Thread(target=watch, name="stop-with-stdin", daemon=True).start()
 
 
-def _end(nodes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(nodes: Sequence[subprocess.Popen[bytes]], within_s: float) -> None:
     for process in nodes:
         if process.stdin is not None:
             process.stdin.close()  # the remote agent sees the end of its input and stops
-    deadline = time.monotonic() + _END_WITHIN_S
+    deadline = time.monotonic() + within_s
     for process in nodes:
         try:
             process.wait(timeout=max(0.0, deadline - time.monotonic()))

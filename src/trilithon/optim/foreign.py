@@ -82,6 +82,7 @@ class Foreign:
             if slice_.low is not None:
                 slice_.low.copy_(slice_.master)
             done(slice_)
+        self._loaded = None  # every slice has been seen, so nobody will ask for it again
 
     def _idle_values(self, slice_: Slice) -> list[tuple[Tensor, Tensor]]:
         """(live, copy) of what must not move because its parameter got no gradient; its step counters do move."""

@@ -64,6 +64,11 @@ class LearningRate:
         """The torch scheduler in use, if the user gave one."""
         return self._scheduler
 
+    @property
+    def given(self) -> bool:
+        """A schedule moves the rates; else whoever edits the groups does."""
+        return self._scheduler is not None or bool(self._plans)
+
     def get_lr(self) -> list[float]:
         """The rate that the next update of each group uses."""
         return [float(group["lr"]) for group in self.groups]

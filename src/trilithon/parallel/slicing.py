@@ -7,7 +7,8 @@ rank holds fewer real ones. Everything is pure; whoever gathers the parts hands 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +63,23 @@ class ParameterSlice:
             found.append((at + min(place * part, block), at + min((place + 1) * part, block)))
             at += block
         return found
+
+    def runs(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+        """Elements [start, start + numel) of the flattened part here, as contiguous ranges of the flattened whole.
+
+        Yields (start here, start in the whole, numel), without padding.
+        """
+        inner = math.prod(self.shape[self.dim + 1 :])
+        row, whole_row = self.local_shape[self.dim] * inner, self.shape[self.dim] * inner
+        stop = start + numel
+        for outer in range(start // row if row else 0, -(-stop // row) if row else 0):
+            at = outer * row
+            for low, high in self.ranges():
+                length = (high - low) * inner
+                first, last = max(start, at), min(stop, at + length)
+                if first < last:
+                    yield first, outer * whole_row + low * inner + first - at, last - first
+                at += length
 
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole parameter, a new tensor."""

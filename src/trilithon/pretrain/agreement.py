@@ -29,11 +29,20 @@ class Agreement:
     def world_size(self) -> int:
         return self._group.world_size
 
-    def stop_asked(self, step: int, signal: int) -> int:
-        """signal: the number of the one this rank got, 0 if none -> the largest on any rank. 8 bytes from each rank."""
-        asked = torch.tensor([float(signal)], dtype=torch.float64)
-        self._group.all_reduce(asked, Tag("pretrain.stop_asked", step=step), ReduceOp.MAX).wait()
-        return int(asked)
+    def requests(self, step: int, *, stop: int, save: bool) -> tuple[int, bool]:
+        """What signals ask for, from what each rank got: the largest signal to stop for (0: none), and whether to save.
+
+        The one thing that ranks exchange after every step besides the step itself: 16 bytes from each.
+        """
+        asked = torch.tensor([float(stop), float(save)], dtype=torch.float64)
+        self._group.all_reduce(asked, Tag("pretrain.requests", step=step), ReduceOp.MAX).wait()
+        return int(asked[0]), bool(asked[1])
+
+    def largest(self, value: int, about: str) -> int:
+        """The largest of the ranks' values."""
+        found = torch.tensor([float(value)], dtype=torch.float64)
+        self._group.all_reduce(found, Tag(about), ReduceOp.MAX).wait()
+        return int(found)
 
     def weighted_mean(self, total: float, weight: float, about: str) -> float:
         """Sum of totals over sum of weights; NaN when no rank has any weight."""

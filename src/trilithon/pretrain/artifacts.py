@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from trilithon.data import Tokenizer, load_tokenizer
 from trilithon.errors import CheckpointError
 from trilithon.models import GPT, GPTConfig
-
-WEIGHTS, SHAPE, TOKENIZER = "model.pt", "model.json", "tokenizer.json"
+from trilithon.pretrain.start import SHAPE, TOKENIZER, WEIGHTS
 
 
 def save_model(folder: Path, weights: Mapping[str, Tensor], shape: GPTConfig, tokenizer: Tokenizer) -> None:

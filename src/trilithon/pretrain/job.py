@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import time
+import signal
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -22,31 +22,36 @@ import trilithon
 from trilithon import zero
 from trilithon.comm.collectives import Group
 from trilithon.comm.mesh import init_distributed, make_mesh, own_process_group
-from trilithon.config import Config, MonitorConfig
+from trilithon.config import Config, MonitorConfig, ResolvedBatch
 from trilithon.data import Loader, TextCorpus, TokenBlocks, prepare_text
+from trilithon.engine.build import is_hopeless
 from trilithon.engine.engine import Engine
 from trilithon.engine.monitor import Monitor
+from trilithon.engine.random_state import derive_random_states
 from trilithon.errors import CheckpointError, ConfigError, TrilithonError
 from trilithon.models import GPT
 from trilithon.parallel.moe import load_report
 from trilithon.pretrain.agreement import Agreement
-from trilithon.pretrain.artifacts import SHAPE, TOKENIZER, WEIGHTS, save_model, with_tied_names, write_whole
+from trilithon.pretrain.artifacts import save_model, with_tied_names, write_whole
 from trilithon.pretrain.evaluate import held_out_loss, sample_text
-from trilithon.pretrain.interrupt import StopRequest
+from trilithon.pretrain.interrupt import SaveRequest, StopRequest
 from trilithon.pretrain.loop import TrainLoop, call_with_targets
+from trilithon.pretrain.past import Past, about_data, find_past
 from trilithon.pretrain.progress import Display, human_count, make_display
-from trilithon.pretrain.report import CURVE, Report, draw_curve, print_report
+from trilithon.pretrain.records import take_back
+from trilithon.pretrain.report import Report, draw_curve, print_report
+from trilithon.pretrain.saving import Saver
 from trilithon.pretrain.settings import PretrainConfig
+from trilithon.pretrain.start import CHECKPOINTS, CONFIG, CURVE, SAMPLE, find_start, kept_batch, results_in
 
-CONFIG, SAMPLE = "config.json", "sample.txt"
-_RESULTS = (WEIGHTS, SHAPE, TOKENIZER, CONFIG, CURVE, SAMPLE, "metrics.jsonl", "csv", "tensorboard")
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # set for each rank by torch's elastic agent
 
 
 def run(config: PretrainConfig) -> Report:
     """Train as told; returns the same report on every rank.
 
-    With the variables that torchrun sets, one of several ranks; without them, alone. A first Ctrl-C ends the run
-    after the step in progress, saves the weights as they are, and shows in `Report.exit_status`.
+    With the variables that torchrun sets, one of several ranks; without them, alone. A first Ctrl-C or SIGTERM ends the
+    run after the step in progress with a checkpoint, and shows in `Report.exit_status`.
     Raises DataError, ConfigError or CheckpointError for what cannot be done, and NonFiniteError for a loss that is not
     finite, on every rank alike.
     """
@@ -66,7 +71,11 @@ class _Job:
         axes = config.engine.mesh.axes(self.agreement.world_size)
         # ranks that share a batch: those of one data rank
         self.data_rank, self.data_size = axes.index("data", self.agreement.rank), axes.size("data")
-        self.out = self.agreement.on_first_rank(lambda: _make_folder(config), "pretrain.folder")
+        self.restarts = self.agreement.largest(int(os.environ.get(RESTARTS, "0")), "pretrain.restarts")
+        self.start = self.agreement.on_first_rank(
+            lambda: find_start(config.run, restarted=self.restarts > 0), "pretrain.folder"
+        )
+        self.out = self.start.out
         try:
             self._settle()
         except TrilithonError:
@@ -83,15 +92,25 @@ class _Job:
         self.shape = config.model.shape(self.corpus.manifest.vocab_size)
         self.train = TokenBlocks(self.corpus.train, self.shape.context)
         self.held_out = TokenBlocks(self.corpus.held_out, self.shape.context)
-        self.batch = config.engine.batch.resolve(self.data_size)
+        found = self.agreement.on_first_rank(lambda: find_past(self.start), "pretrain.checkpoint")
+        self.tag: str | None = found[0] if found is not None else None
+        self.past: Past | None = found[1] if found is not None else None
+        ranks, written = self.data_size, config.engine.batch
+        if self.past is not None:
+            self.past.require_data(about_data(self.corpus.manifest))
+            written = kept_batch(written, self.past, ranks)
+        self.batch = written.resolve(ranks)
         self.agreement.on_first_rank(self._open_folder, "pretrain.folder")
 
     def _open_folder(self) -> None:
         """Room for the weights is asked for now: after the last step it would be too late."""
         needed = (4 if self.config.engine.precision.kind == "fp32" else 2) * self.shape.num_parameters()
         try:
-            for path in _results_in(self.out):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if self.past is not None and self.start.continues:
+                take_back(self.out, self.past.step)
+            else:
+                for path in results_in(self.out):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
             free = shutil.disk_usage(self.out).free
         except OSError as error:
             raise ConfigError(f"--out {self.out} cannot be used ({error.strerror}). Give another folder.") from error
@@ -100,7 +119,9 @@ class _Job:
                 f"The disk of {self.out} has {free:,} bytes free, and the weights at the end take {needed:,}. Free "
                 "some space or give another folder with --out."
             )
-        text = self.config.model_dump_json(indent=1).encode()
+        data = self.config.data
+        absolute = data.model_copy(update={"paths": tuple(os.path.abspath(path) for path in data.paths)})
+        text = self.config.model_copy(update={"data": absolute}).model_dump_json(indent=1).encode()
         write_whole(self.out / CONFIG, lambda stream: stream.write(text))
 
     def run(self) -> Report:
@@ -108,33 +129,54 @@ class _Job:
         # At stage 3 no rank ever holds the whole model, not even while it is built.
         with zero.init(enabled=self.config.engine.zero.stage == 3, backend=self.config.engine.comm.backend):
             model = GPT(self.shape)
-        engine = trilithon.initialize(model, config=_engine_config(self.config.engine))
+        engine = trilithon.initialize(model, config=_engine_config(self.config.engine, self.batch))
+        # What draws from the global generators from here on differs between ranks, and is saved for each of them.
+        derive_random_states(self.config.engine.seed, 0, self.data_rank)
         written = self.config.engine.monitor.model_dump()
         # quiet: lines are left to the display, which also has a live form
         settings = MonitorConfig(**{**written, "folder": self.out, "quiet": True})
-        monitor = Monitor(settings, rank=self.agreement.rank, details=engine.memory)
+        first_step = self.past.step + 1 if self.past is not None else 1
+        monitor = Monitor(settings, rank=self.agreement.rank, details=engine.memory, first_step=first_step)
         display = make_display(
             self.config.run.steps, every=settings.every, rank=self.agreement.rank, quiet=written["quiet"]
         )
         loop = self._loop(engine, monitor, display)
         try:
             display.say(self._opening())
-            with StopRequest() as request:
+            self._continue(engine, loop, display)
+            with StopRequest(on_termination=self.config.run.save_on_signal, hopeless=is_hopeless) as request:
                 loop.run(request)
-            if loop.stopped_by:
-                display.say(f"Stopped after step {loop.done} as asked; saving the weights as they are.")
-            else:
+            if not loop.stopped_by:
                 loop.measure(loop.done)
+            loop.saver.finish()
+            display.say(self._closing(loop))
         finally:
             display.close()
             monitor.close()
         report = self._report(engine, loop)
-        self._leave_results(engine, loop, report)
+        if loop.stopped_by != signal.SIGTERM:  # who sends that does not wait for long
+            self._leave_results(engine, loop, report)
         if self.config.engine.zero.stage < 3 and not self.shape.experts:
             engine.close()  # otherwise that would give every rank the whole model, for which it may have no room
         if self.agreement.rank == 0 and not written["quiet"]:
             print_report(report, Console())
         return report
+
+    def _continue(self, engine: Engine, loop: TrainLoop, display: Display) -> None:
+        """Take up everything that the checkpoint holds, where there is one."""
+        engine.stateful.update({"loader": loop.loader, "run": loop})
+        if self.restarts:
+            display.say(f"Start {self.restarts + 1} of these ranks, after a failure.")
+        if self.start.checkpoints is None or self.past is None:
+            return
+        engine.load(self.start.checkpoints, tag=self.tag)
+        loop.share_history()
+        ranks, then = self.agreement.world_size, self.past
+        changed = "" if then.world_size == ranks else f", which ran on {then.world_size}"
+        display.say(
+            f"Continuing after step {loop.done} of {self.start.checkpoints}{changed}: {self.batch.global_size} "
+            f"sequences a step as {self.batch.accumulation} x {self.batch.micro_size} on each of {ranks} ranks"
+        )
 
     def _loop(self, engine: Engine, monitor: Monitor, display: Display) -> TrainLoop:
         agreement, run = self.agreement, self.config.run
@@ -165,7 +207,23 @@ class _Job:
             eval_every=run.eval_every,
             show_every=self.config.engine.monitor.every,
             load=lambda: load_report(engine.module),
+            saver=Saver(
+                engine=engine,
+                folder=self.out / CHECKPOINTS,
+                every=run.save_every,
+                on_signal=run.save_on_signal,
+                steps=run.steps,
+                client_state=self._about,
+                say=display.say,
+            ),
+            asked_outside=SaveRequest.from_environment().take if agreement.rank == 0 else lambda: False,
         )
+
+    def _about(self, step: int) -> dict[str, Any]:
+        """What a checkpoint of this run says about it."""
+        batch, ranks = self.batch, self.data_size
+        past = Past(step, batch.global_size, batch.micro_size, ranks, about_data(self.corpus.manifest))
+        return past.client_state()
 
     def _report(self, engine: Engine, loop: TrainLoop) -> Report:
         run, manifest = self.config.run, self.corpus.manifest
@@ -213,6 +271,12 @@ class _Job:
 
         self.agreement.on_first_rank(write, "pretrain.results")
 
+    def _closing(self, loop: TrainLoop) -> str:
+        if not loop.stopped_by:
+            return f"Done after step {loop.done}."
+        saved = f" Continue it with: trilithon train --resume {self.out}" if loop.saver.saved == loop.done else ""
+        return f"Stopped after step {loop.done} as asked.{saved}"
+
     def _opening(self) -> str:
         manifest, ranks = self.corpus.manifest, self.agreement.world_size
         return (
@@ -222,25 +286,6 @@ class _Job:
             f"ZeRO stage {self.config.engine.zero.stage}, {self.config.engine.precision.kind}; "
             f"{self.batch.global_size} sequences of {self.shape.context} tokens a step"
         )
-
-
-def _make_folder(config: PretrainConfig) -> Path:
-    """The run's folder. A run that it holds stays until this one can begin."""
-    out = config.run.out or Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
-    old = _results_in(out)
-    if old and not config.run.overwrite:
-        raise ConfigError(
-            f"{out} already holds a run ({old[0].name}). Give another --out, or --overwrite to replace it."
-        )
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out} cannot be used ({error.strerror}). Give another folder.") from error
-    return out
-
-
-def _results_in(out: Path) -> list[Path]:
-    return [out / name for name in _RESULTS if (out / name).exists()]
 
 
 def _prepare(config: PretrainConfig) -> Path:
@@ -262,6 +307,8 @@ def default_cache() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "trilithon" / "tokens"
 
 
-def _engine_config(config: Config) -> Config:
-    """The engine's own part: recording is the run's affair."""
-    return Config.load(config, overrides={"monitor.folder": None, "monitor.quiet": True, "monitor.profile_step": None})
+def _engine_config(config: Config, batch: ResolvedBatch) -> Config:
+    """The engine's own part: recording is the run's affair, and the batch has been settled for these ranks."""
+    sizes = {f"batch.{name}": getattr(batch, name) for name in ("global_size", "micro_size", "accumulation")}
+    monitor = {"monitor.folder": None, "monitor.quiet": True, "monitor.profile_step": None}
+    return Config.load(config, overrides={**sizes, **monitor})

@@ -66,8 +66,14 @@ def _tell(message: str, *, shown: bool) -> None:
         content = {"message": {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}}
         with open(path, "w", encoding="utf-8") as stream:
             json.dump(content, stream)
-    elif shown:
+        shown = shown and _starts_again()  # the launcher shows it only if this was the last start
+    if shown:
         print(f"rank {_rank()}: {message}" if _rank() else message, file=sys.stderr, flush=True)
+
+
+def _starts_again() -> bool:
+    done, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return done < most
 
 
 def _end_with_launcher() -> None:

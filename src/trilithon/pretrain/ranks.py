@@ -1,4 +1,8 @@
-"""Several ranks on this machine: started, watched and ended together by torch's elastic agent."""
+"""Several ranks on this machine: started, watched, restarted and ended together by torch's elastic agent.
+
+What asks this process to stop reaches the ranks as the same signal. SIGUSR1 is passed on as a file that rank 0 looks
+for after every step, since the agent does not tell who its processes are.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +11,33 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trilithon.errors import LaunchError
+from trilithon.pretrain.interrupt import SaveRequest
 from trilithon.pretrain.rank import OURS
 from trilithon.pretrain.settings import PretrainConfig
-
-_STOP_S = 60  # what a rank has left to end its step and save the weights after Ctrl-C
+from trilithon.pretrain.start import default_folder
 
 
 def start_ranks(config: PretrainConfig, num_ranks: int) -> int:
     """Train on `num_ranks` new processes of this machine; returns 0 or the exit status of an orderly stop.
 
     Each rank gets its share of the cores unless OMP_NUM_THREADS is set. The ranks meet at a free local port. When one
-    fails, the others are ended and LaunchError carries that one's message and exit status; when this process is asked
-    to stop, so are they.
+    fails, the others are ended, and all are started again from the last checkpoint as often as `run.max_restarts` says;
+    then LaunchError carries that one's message and exit status. When this process is asked to stop, so are they.
     """
+    if config.run.max_restarts and config.run.out is None:  # the next start must find the folder of this one
+        out = default_folder()
+        config = config.model_copy(update={"run": config.run.model_copy(update={"out": out})})
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with tempfile.TemporaryDirectory(prefix="trilithon-train-") as logs:
         launch = LaunchConfig(
@@ -38,15 +47,22 @@ def start_ranks(config: PretrainConfig, num_ranks: int) -> int:
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
-            max_restarts=0,
+            max_restarts=config.run.max_restarts,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
-            shutdown_timeout=_STOP_S,
+            shutdown_timeout=config.run.stop_within_s,
         )
-        environment = {OURS: str(os.getpid()), "OMP_NUM_THREADS": str(max(cores // num_ranks, 1))}
+        request = SaveRequest(Path(logs, "save-request"))
+        environment = {
+            OURS: str(os.getpid()),
+            SaveRequest.VARIABLE: str(request.path),
+            "OMP_NUM_THREADS": str(max(cores // num_ranks, 1)),
+        }
         if "OMP_NUM_THREADS" in os.environ:
             del environment["OMP_NUM_THREADS"]
         with _quiet_agent(), _environment(environment), _signals_as_before():
+            if config.run.save_on_signal and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGUSR1, lambda *_: request.make())
             try:
                 elastic_launch(launch, sys.executable)("-u", "-m", "trilithon.pretrain.rank", config.model_dump_json())
             except SignalException as error:
@@ -67,8 +83,9 @@ class RankFailedError(LaunchError):
 def _failure(error: ChildFailedError) -> int:
     """The exit status of an orderly stop, or RankFailedError for the rank that failed first."""
     statuses = {failure.exitcode for failure in error.failures.values()}
-    if statuses == {128 + signal.SIGINT}:
-        return 128 + signal.SIGINT
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if statuses == {128 + number}:
+            return 128 + number
     rank, failure = error.get_first_failure()
     status = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     if _told(failure) is not None:
@@ -123,7 +140,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 def _signals_as_before() -> Iterator[None]:
     """The agent replaces signal handlers and does not put them back."""
     before = {
-        which: signal.getsignal(which) for which in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+        which: signal.getsignal(which)
+        for which in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     }
     try:
         yield

@@ -98,6 +98,17 @@ class RunConfig(Section):
     """Folder for metrics, curve and weights. null: runs/ and the time of the start."""
     overwrite: Flag = False
     """Replace the run that `out` holds."""
+    save_every: Count = 0
+    """Steps between two checkpoints. 0: only when a signal asks for one."""
+    save_on_signal: Flag = True
+    """Save before stopping on SIGINT or SIGTERM, and on SIGUSR1 without stopping. false: SIGINT stops without a
+    checkpoint, and the other two keep what they mean to any process."""
+    stop_within_s: Positive = 60
+    """Seconds that ranks of this machine have, once asked to stop, to end their step and save."""
+    resume: str | None = None
+    """Folder of a run or of checkpoints to continue from, or "auto" for the one that `out` holds, if any."""
+    max_restarts: Count = 0
+    """Starts of all ranks of this machine after one of them failed, each from the last checkpoint."""
     sample_tokens: Count = 200
     """Tokens to generate at the end. 0: none."""
     prompt: str = ""
@@ -150,6 +161,11 @@ def load_pretrain(
     assert isinstance(data, DataConfig) and isinstance(model, ModelConfig) and isinstance(run, RunConfig)
     if data.tokenizer == "bpe" and data.vocab_size is None:
         data = DataConfig(**{**data.model_dump(), "vocab_size": 4096})
+    if run.max_restarts and not run.save_every:
+        raise ConfigError(
+            f"run.max_restarts={run.max_restarts} without run.save_every would begin anew after each failure: add "
+            "--save-every N, the steps between two checkpoints."
+        )
     if not data.paths:
         raise ConfigError("no data is given: pass --data with files, folders or patterns, or data.paths in the file.")
     model.shape(data.vocab_size or 257)  # numbers that do not go together are found before any process starts
@@ -212,8 +228,12 @@ def _engine(raw: Mapping[str, Any], given: Mapping[str, Any], steps: int, where:
         settings["clip_norm"] = 1.0
     if written.batch.micro_size is None and written.batch.global_size is None:
         settings["batch"] = {"micro_size": DEFAULT_MICRO_SIZE}
+    if "keep" not in written.checkpoints.model_fields_set:
+        settings["checkpoints"] = {"keep": 2}
     sinks = {"jsonl": True, "csv": True, "tensorboard": find_spec("tensorboard") is not None}
-    settings["monitor"] = {name: on for name, on in sinks.items() if name not in written.monitor.model_fields_set}
+    left_open = {name: on for name, on in sinks.items() if name not in written.monitor.model_fields_set}
+    if left_open:  # an empty block would replace what is written
+        settings["monitor"] = left_open
     _merge(settings, _nested(given))
     return Config.load(raw, overrides=settings, name=where)
 

@@ -81,6 +81,39 @@ class UnitGradients:
         """Contributions are here that no reduction has taken."""
         return self._full is not None
 
+    # ---------------------------------------------------------------------------------------------- checkpoints
+    @property
+    def rank(self) -> int:
+        return self._reducer.rank
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of sums over micro-steps."""
+        return self._accumulate
+
+    @property
+    def contributions(self) -> Tensor | None:
+        """[padded] of this rank alone, in the parameters that are `filled`; None when all has been reduced."""
+        return self._full
+
+    @property
+    def filled(self) -> list[bool]:
+        return self._filled
+
+    def restore_result(self) -> None:
+        """Zeros, to be filled with the mean over ranks of what was reduced before; later reductions add to it."""
+        low, high = self.unit.layout.owned(self.rank)
+        numel = self.unit.layout.padded if self._in_place else high - low
+        owner = resident(numel, self._accumulate, self.unit.flat.device)
+        self._owner_of_result = owner
+        self.result = owner[low:high] if self._in_place and not self._whole_result else owner
+
+    def restore_contributions(self, filled: list[bool]) -> None:
+        """Zeros, to be filled with what this rank had collected."""
+        full = self._fresh(deferred=True)
+        self._filled = filled
+        full.zero_()
+
     def _fresh(self, deferred: bool) -> Tensor:
         dtype = self._accumulate if deferred or self._in_place else self.unit.dtype
         if self._in_place and self._spare is not None and self._spare.dtype == dtype:

@@ -27,7 +27,7 @@ from trilithon.config import ZeroConfig
 from trilithon.contracts import Collectives, ReduceOp, Slice, SyncMode, Tag
 from trilithon.errors import ProtocolError
 from trilithon.kernels import sum_of_squares
-from trilithon.zero import grouping
+from trilithon.zero import grouping, window
 from trilithon.zero.agreement import Agreement, Settled
 from trilithon.zero.composite import Placement, Places
 from trilithon.zero.cutting import Cut
@@ -369,6 +369,28 @@ class ZeroSharding:
         for gradients in self._gradients:
             gradients.drop()
         self._window_open = False
+
+    # ---------------------------------------------------------------------------------------------- checkpoints
+    @property
+    def outside(self) -> Sequence[grouping.Entry]:
+        """Frozen parameters that are in no unit: whole, and equal on all ranks."""
+        return self._outside
+
+    @property
+    def gradients(self) -> Sequence[UnitGradients]:
+        return self._gradients
+
+    def reopen_window(self, step: int, backwards: int, described: Mapping[str, Any]) -> None:
+        """Stand where `backwards` micro-steps of a window have run; their gradients are filled in by the caller."""
+        self._abandoned, self._window_open, self._micro = False, True, backwards - 1
+        self._step = self._agree.step = step
+        window.reopen(self._gradients, described)
+
+    def forget_window(self) -> None:
+        """No micro-step has run since the last update, whatever has."""
+        self._queue.abandon()
+        self._abandoned = False
+        self.drop_gradients()
 
     # -------------------------------------------------------------------------------------------- whole tensors
     @property

@@ -195,9 +195,10 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_is_named(precision, w
         assert (engine.steps, engine.skipped_steps, engine.lr) == (1, 1, lr)
         assert engine.loss_scale == (scale / 2 if name == "fp16" else 1.0)
         assert engine.non_finite > 0
-        assert len(records) == 1 and "'second.weight' (rank 1)" in records[0] and "step 2 skipped" in records[0], (
-            records
-        )
+        if engine.rank == 0:  # told once
+            assert len(records) == 1 and "'second.weight' (rank 1)" in records[0] and "step 2 skipped" in records[0]
+        else:
+            assert not records
         assert all(torch.equal(before[n], p) for n, p in engine.full_parameters())
         train_engine(engine, batches[1:])
         assert engine.steps == 3

@@ -53,3 +53,20 @@ def test_what_does_not_divide_is_refused_with_names_and_sizes():
         slices((6, 4), 4, dim=0)
     with pytest.raises(ConfigError, match=r"blocks \(2, 2\) do not add up to 6"):
         slices((6, 4), 2, dim=0, blocks=(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [((8, 6), {"dim": 0}), ((6, 8), {"dim": 1}), ((12, 5), {"dim": 0, "blocks": (4, 4, 4)}), ((5, 3), {"dim": 0, "pad": True})],
+)  # fmt: skip
+def test_runs_lead_each_element_to_its_place_in_the_whole(shape, options):
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    for cut in slices(shape, 2, **options):
+        here = cut.cut(whole).flatten()
+        for start, numel in ((0, len(here)), (3, 7), (len(here) - 2, 2), (5, 0)):
+            found = list(cut.runs(start, numel))
+            for mine, there, length in found:
+                assert torch.equal(here[mine : mine + length], whole.flatten()[there : there + length])
+                assert start <= mine and mine + length <= start + numel
+            padding = sum(1 for i in range(start, start + numel) if i >= cut.cut(torch.ones(shape)).sum())
+            assert sum(length for *_, length in found) == numel - padding

@@ -26,6 +26,18 @@ def test_tensorboard_is_off_by_default_where_it_is_not_installed(monkeypatch):
     assert load_pretrain(overrides={**DATA, "monitor.tensorboard": True}).engine.monitor.tensorboard
 
 
+def test_sinks_that_are_all_written_stay_as_they_are():
+    sinks = {"jsonl": False, "csv": False, "tensorboard": False, "every": 3}
+    monitor = load_pretrain({"monitor": sinks}, DATA).engine.monitor
+    assert {name: getattr(monitor, name) for name in sinks} == sinks
+
+
+def test_restarts_need_checkpoints_to_restart_from():
+    with pytest.raises(ConfigError, match=r"run\.max_restarts=2 without run\.save_every.*--save-every N"):
+        load_pretrain(overrides={**DATA, "run.max_restarts": 2})
+    assert load_pretrain(overrides={**DATA, "run.max_restarts": 2, "run.save_every": 50}).run.max_restarts == 2
+
+
 def test_options_win_over_the_file_and_the_file_over_defaults(tmp_path):
     path = tmp_path / "run.json"
     path.write_text(

@@ -1,0 +1,45 @@
+"""Whole tensors out of a cut engine, one at a time: for tools, tests and small models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from trilithon.engine.train_state import persistent_buffers
+from trilithon.errors import ProtocolError
+from trilithon.zero.unit import Unit
+
+if TYPE_CHECKING:
+    from trilithon.engine.engine import Engine
+
+
+def field_of(engine: Engine, kind: str, names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    """Collective: one field of the optimizer's state, whole. Raises ProtocolError for a field that it does not keep."""
+    return engine._sharding.full_of(lambda unit: _own_part(engine, unit, kind), names)
+
+
+def _own_part(engine: Engine, unit: Unit, kind: str) -> Tensor | None:
+    if not unit.trainable:
+        return None
+    own = torch.zeros_like(unit.master)
+    for part, start, stop in engine._sharding.slices_of(unit):
+        assert engine._update is not None
+        with engine._update.state(part) as state:
+            if kind not in state:
+                raise ProtocolError(f"unknown kind '{kind}'; there are 'param', 'grad' and {sorted(state)}")
+            own[start:stop].copy_(state[kind])
+    return own
+
+
+def ordinary_state_dict(engine: Engine) -> dict[str, Tensor]:
+    """Collective: what `module.state_dict()` of an ordinary model would hold; tied names share one tensor."""
+    sharding, module = engine._sharding, engine.module
+    whole = {name: tensor.detach().clone() for name, tensor in sharding.full("param", sharding.names)}
+    first = {id(param): name for name, param in module.named_parameters()}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        whole.setdefault(name, whole[first[id(param)]])
+    kept = {name: buffer.detach().clone() for name, buffer in persistent_buffers(module) if name not in whole}
+    return {**whole, **kept}
