@@ -63,17 +63,6 @@ class Sink(Protocol):
         """seconds: since the epoch of the system clock."""
         ...
 
-    def record_step(self, engine: Engine) -> None:
-        """What an engine writes about the step that was just applied, at the rate it used."""
-        values = {"loss": engine.loss, "grad_norm": engine.grad_norm, "clip_factor": engine.clip_factor}
-        rates = {f"lr/{index}" if index else "lr": rate for index, rate in enumerate(engine.lr)}
-        counts = {
-            "loss_scale": engine.loss_scale,
-            "skipped_steps": engine.skipped_steps,
-            "samples": engine.global_samples,
-        }
-        self.record(engine.steps, {k: v for k, v in {**values, **rates, **counts}.items() if v is not None})
-
     def close(self) -> None: ...
 
 
@@ -226,6 +215,17 @@ class Monitor:
             "From step %d on nothing is written to %s in %s (%s); the run goes on. Free some space before it ends.",
             step, type(sink).__name__, self._folder, error.strerror,
         )  # fmt: skip
+
+    def record_step(self, engine: Engine) -> None:
+        """What an engine writes about the step that was just applied, at the rate it used."""
+        values = {"loss": engine.loss, "grad_norm": engine.grad_norm, "clip_factor": engine.clip_factor}
+        rates = {f"lr/{index}" if index else "lr": rate for index, rate in enumerate(engine.lr)}
+        counts = {
+            "loss_scale": engine.loss_scale,
+            "skipped_steps": engine.skipped_steps,
+            "samples": engine.global_samples,
+        }
+        self.record(engine.steps, {k: v for k, v in {**values, **rates, **counts}.items() if v is not None})
 
     def close(self) -> None:
         """Finish a profile that is running and close every file. Idempotent."""

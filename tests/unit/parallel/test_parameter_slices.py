@@ -57,13 +57,18 @@ def test_what_does_not_divide_is_refused_with_names_and_sizes():
 
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [((8, 6), {"dim": 0}), ((6, 8), {"dim": 1}), ((12, 5), {"dim": 0, "blocks": (4, 4, 4)}), ((5, 3), {"dim": 0, "pad": True})],
-)  # fmt: skip
+    [
+        ((8, 6), {"dim": 0}),
+        ((6, 8), {"dim": 1}),
+        ((12, 5), {"dim": 0, "blocks": (4, 4, 4)}),
+        ((5, 3), {"dim": 0, "pad": True}),
+    ],
+)
 def test_runs_lead_each_element_to_its_place_in_the_whole(shape, options):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for cut in slices(shape, 2, **options):
         here = cut.cut(whole).flatten()
-        for start, numel in ((0, len(here)), (3, 7), (len(here) - 2, 2), (5, 0)):
+        for start, numel in ((0, len(here)), (3, 5), (len(here) - 2, 2), (5, 0)):
             found = list(cut.runs(start, numel))
             for mine, there, length in found:
                 assert torch.equal(here[mine : mine + length], whole.flatten()[there : there + length])
