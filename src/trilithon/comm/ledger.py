@@ -7,7 +7,7 @@ same on gloo, NCCL and shared memory, and a test can hold a prediction against a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
@@ -36,6 +36,7 @@ class Sent:
     all_reduce_bytes: int = 0
     broadcast_bytes: int = 0
     all_gather_object_bytes: int = 0
+    all_to_all_bytes: int = 0
     total_bytes: int = 0
     calls: int = 0
 
@@ -48,6 +49,11 @@ def all_gather_bytes(shard_numel: int, itemsize: int, world_size: int) -> int:
 def reduce_scatter_bytes(shard_numel: int, itemsize: int, world_size: int) -> int:
     """Bytes one rank sends so that every rank holds the sum of its own `shard_numel` elements."""
     return (world_size - 1) * shard_numel * itemsize
+
+
+def sent_to_others_bytes(numels: Sequence[int], itemsize: int, rank: int) -> int:
+    """Bytes one rank sends when it has numels[r] elements for rank r; its own stay."""
+    return (sum(numels) - numels[rank]) * itemsize
 
 
 def all_reduce_bytes(numel: int, itemsize: int, world_size: int) -> int:

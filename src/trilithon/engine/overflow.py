@@ -26,19 +26,16 @@ class Found:
 
 def locate(sharding: ZeroSharding) -> Found:
     """Collective."""
-    elements, names = 0, []
+    elements, names = 0.0, []
     for part in sharding.slices():
         for shard in part.shards:
             count = count_non_finite(part.grad[shard.offset : shard.offset + shard.numel])
             if count:
-                elements += count
+                elements += count / part.copies
                 names.append(shard.name)
     produced = sharding.non_finite_here()
     reports = sharding.exchange((elements, names, produced), "non-finite gradients")
-    if sharding.stage == 0:
-        elements = reports[0][0]
-    else:
-        elements = sum(report[0] for report in reports)
+    elements = sum(report[0] for report in reports) if sharding.disjoint else reports[0][0]
     causes = [(name, rank) for rank, (_, _, made) in enumerate(reports) for name in made]
     held = [(name, rank) for rank, (_, seen, _) in enumerate(reports) for name in seen]
-    return Found(elements, tuple(causes or held))
+    return Found(round(elements), tuple(causes or held))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from trilithon.contracts import Shard, Slice
 from trilithon.zero.gradients import UnitGradients
+from trilithon.zero.layout import Piece
 from trilithon.zero.unit import Unit
 
 
@@ -44,7 +45,7 @@ class Cut:
             master=unit.master[here],
             grad=unit.master[:0],
             low=None if same else unit.shard[here],
-            shards=[Shard(p.field.name, p.start, p.numel, p.offset, torch.Size(p.field.shape)) for p in pieces],
+            shards=[shard for piece in pieces for shard in shards_of(piece)],
         )
         self.slices.append(part)
         self.ranges[part.key] = (gradients, here.start, here.stop)
@@ -60,3 +61,13 @@ class Cut:
     def of_unit(self, unit: Unit) -> list[tuple[Slice, int, int]]:
         """(slice, start, stop) in the unit's owned range."""
         return [(p, a, b) for p in self.slices for g, a, b in [self.ranges[p.key]] if g.unit is unit]
+
+
+def shards_of(piece: Piece) -> Iterator[Shard]:
+    """A piece under the name it has in the plain model: a tile's are ranges of the weight that it is cut from."""
+    region = piece.field.region
+    if region is None:
+        yield Shard(piece.field.name, piece.start, piece.numel, piece.offset, torch.Size(piece.field.shape))
+        return
+    for here, there, numel in region.runs(piece.start, piece.numel):
+        yield Shard(region.name, there, numel, piece.offset + here - piece.start, torch.Size(region.shape))

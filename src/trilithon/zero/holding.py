@@ -22,13 +22,16 @@ from trilithon.zero.unit import Unit
 class Holding:
     """Opens contexts over the parameters of `units` and over `outside`, parameters that are whole and in no unit.
 
-    any_rank: agrees on flags over all ranks. residency: None where everything is whole.
+    any_rank: agrees on flags over all ranks. residency: None where everything is whole. writer_of: for a parameter and
+    the rank that writes, the group in which its values are spread and their source there; None: `control` and the rank.
     """
 
     def __init__(
         self, units: Sequence[Unit], outside: Sequence[Entry], control: Collectives, residency: GatherOnUse | None,
         any_rank: Callable[[Sequence[bool], str], list[bool]],
+        writer_of: Callable[[Tensor, int], tuple[Collectives, int]] | None = None,
     ) -> None:  # fmt: skip
+        self._writer_of = writer_of or (lambda _, rank: (control, rank))
         self._units, self._outside, self._control, self._any_rank = units, outside, control, any_rank
         self._residency = residency
         self._reading: list[dict[str, tuple[int, int]]] = []  # fingerprints of the open contexts
@@ -83,7 +86,8 @@ class Holding:
         self, places: Sequence[tuple[Unit, int]], values: Mapping[str, Tensor], source: int, step: int
     ) -> None:
         for name, value in values.items():
-            self._control.broadcast(value.data, source, Tag("gathered(modify=)", (name,), step)).wait()
+            group, index = self._writer_of(value, source)
+            group.broadcast(value.data, index, Tag("gathered(modify=)", (name,), step)).wait()
         for unit, index in places:
             unit.take_over(index)
         written = fingerprints(values)

@@ -29,6 +29,7 @@ from trilithon.errors import ProtocolError
 from trilithon.kernels import sum_of_squares
 from trilithon.zero import grouping, window
 from trilithon.zero.agreement import Agreement, Settled
+from trilithon.zero.composite import Placement, Places
 from trilithon.zero.cutting import Cut
 from trilithon.zero.gradients import UnitGradients
 from trilithon.zero.grouping import UnitPlan
@@ -48,7 +49,10 @@ _RUNNING: list[ZeroSharding] = []  # whose backward autograd is executing; inner
 
 @dataclass(frozen=True, slots=True)
 class Communicators:
-    """Three groups over the same ranks, since gathers, reductions and agreements may be in flight together."""
+    """control: all ranks that train the model. gather, reduce: the ranks that hold a parameter of no other placement.
+
+    Three groups, since gathers, reductions and agreements may be in flight together.
+    """
 
     control: Collectives
     gather: Collectives
@@ -65,21 +69,23 @@ class Precisions:
 
 
 class ZeroSharding:
-    """Implements `contracts.Sharding` for the parameters of one model on one data-parallel group.
+    """Implements `contracts.Sharding` for the parameters of one model, on one data-parallel group or on several.
 
-    group_of: parameter -> optimizer group, or FROZEN. Takes the model's parameters over at once, unit by unit: the
-    memory needed beyond the final state is one unit in fp32.
+    group_of: parameter -> optimizer group, or FROZEN. placements: by id of the parameters that live on other ranks than
+    those of the data axis (see `composite`). Takes the model's parameters over at once, unit by unit: the memory needed
+    beyond the final state is one unit in fp32.
     """
 
     def __init__(  # noqa: PLR0917 (made once, by engine.build)
         self, model: nn.Module, group_of: Callable[[nn.Parameter], int], settings: ZeroConfig, comm: Communicators,
-        precisions: Precisions, device: torch.device,
+        precisions: Precisions, device: torch.device, placements: Mapping[int, Placement] | None = None,
     ) -> None:  # fmt: skip
         self.stage = settings.stage if comm.control.world_size > 1 else min(settings.stage, 1)
         self._comm, self._precisions, self._device = comm, precisions, device
         self._step, self._micro, self._window_open = -1, -1, False
         self._deferred = self._abandoned = False
-        self.entries = list(grouping.entries_of(model, group_of, precisions.low))
+        self._places = Places(comm.control, comm.gather, comm.reduce, placements or {})
+        self.entries = self._places.put(list(grouping.entries_of(model, group_of, precisions.low)))
         for entry in self.entries:
             refuse_unready(entry.name, entry.param)
         self._frozen = [entry for entry in self.entries if not entry.param.requires_grad]
@@ -90,10 +96,14 @@ class ZeroSharding:
         self._queue = ReductionQueue(self._gradients, comm.control, overlap=settings.overlap, may_block=self.stage < 3)
         self._residency = self._make_residency(model, settings) if self.stage == 3 else None
         self._agree = Agreement(comm.control, device)
-        self._holding = Holding(self.units, self._outside, comm.control, self._residency, self._agree.any_rank)
+        self._holding = Holding(
+            self.units, self._outside, comm.control, self._residency, self._agree.any_rank, self._places.writer_of
+        )
         for entry in self.entries:
             set_owner(entry.param, self, keep=False)
         self._cut = Cut.of(self._gradients)
+        for part in self._cut.slices:
+            part.copies = self._places.copies(self._cut.ranges[part.key][0].unit, whole=self.stage == 0)
         self._publishing = Publishing(trainable, self._cut.keys_of)
         self._hooks: list[RemovableHandle] = []
         for index, gradients in enumerate(self._gradients):
@@ -109,9 +119,12 @@ class ZeroSharding:
             trainable = [entry for entry in self.entries if entry.trainable]
             total = sum(entry.param.numel() for entry in trainable)
             return grouping.buckets(trainable, settings.bucket_numel or grouping.automatic_bucket_numel(total))
-        return grouping.by_module(
+        alone = {entry for entry in self.entries if self._places.of(entry).world_size == 1}  # nothing left to cut
+        kept = [entry for entry in self.entries if entry in alone and entry.trainable]
+        bucket_numel = grouping.automatic_bucket_numel(sum(entry.param.numel() for entry in kept))
+        return grouping.buckets(kept, settings.bucket_numel or bucket_numel, name="here") + grouping.by_module(
             model,
-            self.entries,
+            [entry for entry in self.entries if entry not in alone],
             bucket_numel=settings.bucket_numel,
             unit_classes=settings.unit_classes,
             persist_below_numel=settings.persist_below_numel,
@@ -120,14 +133,17 @@ class ZeroSharding:
 
     def _make_unit(self, plan: UnitPlan, index: int) -> Unit:
         entries = sorted(plan.entries, key=lambda entry: entry.group)
-        layout = FlatLayout.of([(e.name, tuple(e.param.shape), e.group) for e in entries], self.world_size)
         first = entries[0]
+        replicas = self._places.of(first)
+        regions = {e.name: e.region for e in entries if e.region is not None}
+        fields = [(e.name, tuple(e.param.shape), e.group) for e in entries]
+        layout = FlatLayout.of(fields, replicas.world_size, regions)
         unit = Unit(
             index,
             plan.name,
             [entry.param for entry in entries],
             layout,
-            comm=self._comm.gather,
+            comm=replicas.gather,
             dtype=first.dtype,
             master_dtype=torch.float64 if first.dtype == torch.float64 else torch.float32,
             trainable=first.trainable,
@@ -135,14 +151,17 @@ class ZeroSharding:
             whole_values=plan.whole,
         )
         self._module_of_unit = {**getattr(self, "_module_of_unit", {}), unit: plan.module}
-        unit.adopt(initial_values(unit, self._comm.gather, self._device))
+        self._places.of_unit[unit] = replicas
+        unit.adopt(initial_values(unit, replicas.gather, self._device))
         return unit
 
     def _make_gradients(self, unit: Unit) -> UnitGradients:
+        replicas = self._places.of_unit[unit]
         return UnitGradients(
             unit,
-            reducer=self._comm.reduce,
-            gatherer=self._comm.gather,
+            reducer=replicas.reduce,
+            gatherer=replicas.gather,
+            divisor=replicas.divisor,
             keep_full=self.stage < 2,
             wire=self._precisions.wire or unit.dtype,
             accumulate=self._precisions.accumulate or unit.dtype,
@@ -158,7 +177,7 @@ class ZeroSharding:
         patterns = settings.keep_gathered
         return GatherOnUse(
             owners,
-            self._comm.gather,
+            self._comm.control if self._places.several else self._comm.gather,
             prefetch_numel=self._prefetch_numel(settings),
             max_live_numel=settings.max_live_numel,
             keep=lambda name: (
@@ -180,7 +199,8 @@ class ZeroSharding:
         for entry in self._outside:
             built = built_values(entry.param)
             initial = (entry.param.data if built is None else built).to(self._device, entry.dtype).contiguous()
-            self._comm.control.broadcast(initial, 0, Tag("initial values", (entry.name,))).wait()
+            group, _ = self._places.writer_of(entry.param, 0)
+            group.broadcast(initial, 0, Tag("initial values", (entry.name,))).wait()
             entry.param.data = initial
 
     # ------------------------------------------------------------------------------------------------- one step
@@ -298,9 +318,11 @@ class ZeroSharding:
         total = 0.0
         for gradients in self._gradients:
             if gradients.result is not None:
-                low, high = gradients.unit.layout.owned(self.rank)
+                replicas = self._places.of_unit[gradients.unit]
+                low, high = gradients.unit.layout.owned(replicas.rank)
                 whole = gradients.unit.own == (0, gradients.unit.layout.padded)
-                total += sum_of_squares(gradients.result[low:high] if whole else gradients.result)
+                squares = sum_of_squares(gradients.result[low:high] if whole else gradients.result)
+                total += squares if replicas.counted == 1 else squares / replicas.counted
         return total
 
     def _count_dirty(self) -> float:
@@ -323,8 +345,13 @@ class ZeroSharding:
     def slices(self) -> Sequence[Slice]:
         return self._cut.slices
 
+    @property
+    def disjoint(self) -> bool:
+        """What ranks compute over their slices adds up (each divided by its `copies`); else all hold the same ones."""
+        return self.stage > 0 or self._places.several
+
     def combine(self, local: Tensor, op: ReduceOp) -> Tensor:
-        if self.stage > 0:  # at stage 0 every rank has computed over all slices already
+        if self.disjoint:  # else every rank has computed over all slices already
             self._comm.control.all_reduce(local, Tag("combine", step=self._step), op).wait()
         return local
 
@@ -390,11 +417,11 @@ class ZeroSharding:
         wanted = set(names)
         for entry in self._outside:
             if entry.name in wanted:
-                yield entry.name, entry.param.detach()
+                yield entry.name, self._places.join(entry, entry.param.detach(), self._step)
 
     def full_of(self, own_of: Callable[[Unit], Tensor | None], names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Collective. own_of(unit): this rank's [own] part of something laid out as the unit, None to leave it out."""
-        wanted = set(names)
+        wanted, entries = set(names), {entry.name: entry for entry in self.entries}
         for unit in self.units:
             fields = [field for field in unit.layout.fields if field.name in wanted]
             own = own_of(unit) if fields else None
@@ -403,9 +430,10 @@ class ZeroSharding:
             whole = own
             if own.numel() != unit.layout.padded or (self.world_size > 1 and unit.own != (0, unit.layout.padded)):
                 whole = own.new_empty(unit.layout.padded)
-                self._comm.gather.all_gather(whole, own, unit.tag(self._step)).wait()
+                unit.comm.all_gather(whole, own, unit.tag(self._step)).wait()
             for field in fields:
-                yield field.name, whole[field.start : field.stop].view(field.shape)
+                here = whole[field.start : field.stop].view(field.shape)
+                yield field.name, self._places.join(entries[field.name], here, self._step)
 
     def slices_of(self, unit: Unit) -> list[tuple[Slice, int, int]]:
         """(slice, start, stop) in the unit's owned range."""
