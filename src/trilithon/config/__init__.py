@@ -9,6 +9,7 @@ from trilithon.config.base import Dtype, Section
 from trilithon.config.batch import BatchConfig, ResolvedBatch, data_parallel_size
 from trilithon.config.checkpoints import CheckpointConfig
 from trilithon.config.comm import CommConfig
+from trilithon.config.moe import MoEConfig
 from trilithon.config.monitor import MonitorConfig
 from trilithon.config.optimizer import Adagrad, Adam, AdamW, Lamb, Lion, OptimizerConfig, Sgd
 from trilithon.config.origin import Origin, Problem, Source
@@ -50,6 +51,7 @@ __all__ = [
     "Linear",
     "Lion",
     "LrRangeTest",
+    "MoEConfig",
     "MonitorConfig",
     "NonFinite",
     "OneCycle",

@@ -26,6 +26,7 @@ from trilithon.contracts import Precision, Tag, Update
 from trilithon.engine import capabilities
 from trilithon.engine.allocator import keep_freed_memory
 from trilithon.engine.engine import Engine, Parts
+from trilithon.engine.experts import MakeGroup, SpreadExperts, find_experts
 from trilithon.engine.monitor import Monitor
 from trilithon.errors import ConfigError, ProtocolError
 from trilithon.optim.build import make_update
@@ -81,16 +82,20 @@ def initialize(
         keep_freed_memory()
     mesh = mesh if mesh is not None or not distributed else make_mesh(device=device.type)
     ledger = Ledger()
-    comm, process_groups = _communicators(mesh, ledger, settings)
+    experts = find_experts(model, _data_size(mesh), settings.moe.data_before_experts)
+    make_group, process_groups = _group_maker(mesh, ledger, settings)
+    comm = Communicators(make_group("control", None), make_group("gather", None), make_group("reduce", None))
     batch = settings.resolve_batch(comm.control.world_size)
     monitor = _monitor(settings, comm)
-    sharding = _sharding(model, groups, settings, comm, batch.accumulation, device)
+    experts.spread(model, comm.control, make_group)
+    sharding = _sharding(model, groups, settings, comm, batch.accumulation, device, experts)
     if monitor is not None:
         monitor.details = sharding.bytes
     try:
-        update = _update(chosen, groups, sharding, device)
+        update = _update(chosen, groups, sharding, device, whole=sharding.stage == 0 and not experts.degrees)
     except ConfigError:  # raised alike on every rank: the caller gets an ordinary model back
         sharding.close()
+        experts.unite()
         raise
     parts = Parts(
         config=settings,
@@ -105,6 +110,7 @@ def initialize(
         process_groups=process_groups,
         writers=lambda: _writers(mesh, settings),
         monitor=monitor,
+        experts=experts,
         low=_low(settings) if getattr(settings.precision, "cast_inputs", False) else None,
     )
     return Engine(model, parts)
@@ -177,16 +183,21 @@ def _watchdog(settings: Config) -> Watchdog | None:
     return _PROCESS.watchdog
 
 
-def _communicators(
-    mesh: DeviceMesh | None, ledger: Ledger, settings: Config
-) -> tuple[Communicators, list[dist.ProcessGroup]]:
-    """The groups that this engine talks in, and what it has to give back when it closes."""
-    axis, watchdog = _data_axis(mesh), _watchdog(settings)
+def _data_size(mesh: DeviceMesh | None) -> int:
+    return mesh.size(tuple(mesh.mesh_dim_names or ()).index(_data_axis(mesh))) if mesh is not None else 1
 
+
+def _group_maker(
+    mesh: DeviceMesh | None, ledger: Ledger, settings: Config
+) -> tuple[MakeGroup, list[dist.ProcessGroup]]:
+    """What makes the groups that this engine talks in, and where it puts what has to be given back at the end."""
+    axis = _data_axis(mesh)
+    watchdog = _watchdog(settings)
     made: list[dist.ProcessGroup] = []
 
-    def group(name: str) -> Group:
-        process_group = own_process_group(mesh, axis, settings.comm.timeout_s) if mesh is not None else None
+    def make(name: str, split: Callable[[list[int]], list[list[int]]] | None) -> Group:
+        timeout_s = settings.comm.timeout_s
+        process_group = own_process_group(mesh, axis, timeout_s, split=split) if mesh is not None else None
         if process_group is not None:
             made.append(process_group)
         return Group(
@@ -197,7 +208,7 @@ def _communicators(
             shared_memory=settings.comm.shared_memory,
         )
 
-    return Communicators(group("control"), group("gather"), group("reduce")), made
+    return make, made
 
 
 def _data_axis(mesh: DeviceMesh | None) -> str:
@@ -240,7 +251,7 @@ def _low(settings: Config) -> torch.dtype | None:
 
 def _sharding(  # noqa: PLR0917 (called once, with everything that build has made)
     model: nn.Module, groups: list[ParameterGroup], settings: Config, comm: Communicators, accumulation: int,
-    device: torch.device,
+    device: torch.device, experts: SpreadExperts,
 ) -> ZeroSharding:  # fmt: skip
     materialize_meta(model, device)
     names = {name: index for index, group in enumerate(groups) for name in group.names}
@@ -252,7 +263,8 @@ def _sharding(  # noqa: PLR0917 (called once, with everything that build has mad
     if device.type != "cpu":
         _move_buffers(model, device)
     precisions = Precisions(low, wire, accumulate)
-    return ZeroSharding(model, lambda param: group_of[id(param)], settings.zero, comm, precisions, device)
+    placements = experts.placements()
+    return ZeroSharding(model, lambda param: group_of[id(param)], settings.zero, comm, precisions, device, placements)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -267,11 +279,12 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _update(
-    optimizer: AnyOptimizer | None, groups: list[ParameterGroup], sharding: ZeroSharding, device: torch.device
-) -> Update | None:
+    optimizer: AnyOptimizer | None, groups: list[ParameterGroup], sharding: ZeroSharding, device: torch.device,
+    *, whole: bool,
+) -> Update | None:  # fmt: skip
     if optimizer is None:
         return None
-    return make_update(optimizer, groups, sharding.trainable_names, whole=sharding.stage == 0, device=device)
+    return make_update(optimizer, groups, sharding.trainable_names, whole=whole, device=device)
 
 
 def _precision(settings: Config) -> Precision:

@@ -31,6 +31,7 @@ from trilithon.config import Config, ResolvedBatch
 from trilithon.contracts import Precision, StepHook, SyncMode, Update
 from trilithon.engine import overflow
 from trilithon.engine.checkpointing import Checkpointing
+from trilithon.engine.experts import SpreadExperts
 from trilithon.engine.model_output import loss_of
 from trilithon.engine.monitor import Monitor
 from trilithon.engine.train_state import Stateful
@@ -66,6 +67,7 @@ class Parts:
     writers: Callable[[], Communicator]  # makes the group that checkpoints are written in; collective
     low: torch.dtype | None  # what floating inputs are cast to
     monitor: Monitor | None = None
+    experts: SpreadExperts | None = None
 
 
 @dataclass
@@ -99,6 +101,7 @@ class Engine:
         self._batch, self._sharding, self._update = parts.batch, parts.sharding, parts.update
         self._precision, self._rate, self._groups, self._low = parts.precision, parts.rate, parts.groups, parts.low
         self._process_groups = parts.process_groups
+        self._experts = parts.experts
         self._window = _Window()
         self._syncing, self._window_open = True, False
         self._uneven = self._closed = False
@@ -366,7 +369,13 @@ class Engine:
         """Ranks may call forward a different number of times inside (generation, evaluation). Collective at both ends.
 
         At stage 3, ranks that are done serve the gathers of the others until all are. No backward inside.
+        Raises ProtocolError when experts are spread over ranks, whose tokens need every rank's forward.
         """
+        if self._experts is not None and self._experts.degrees:
+            raise ProtocolError(
+                f"uneven() with experts spread over ranks (ep_size {self._experts.degrees}): a rank that is done would "
+                "leave the tokens of the others waiting. Call forward equally often, with empty batches at the end."
+            )
         self._uneven = True
         self._sharding.begin_uneven()
         try:
@@ -473,7 +482,8 @@ class Engine:
         self._checkpointing.require_whole()
 
     def close(self) -> None:
-        """Collective at stage 3: the model gets its whole parameters back, hooks go, state is dropped.
+        """Collective at stage 3 and with experts over ranks: the model gets its whole parameters back, hooks go, state is
+        dropped.
 
         A save in the background is written out first; what it failed with is raised when everything else is done.
         """
@@ -486,6 +496,8 @@ class Engine:
             if self._monitor is not None:
                 self._monitor.close()
             self._sharding.close()
+            if self._experts is not None:
+                self._experts.unite()
             if self._update is not None:
                 self._update.close()
             for process_group in self._process_groups:  # unless the whole of torch.distributed has ended before

@@ -17,6 +17,7 @@ from torch import nn
 
 from trilithon.zero.layout import Region
 
+
 class Place(Protocol):
     """The ranks that hold a parameter; see `composite.Replicas`. Units never mix places."""
 
