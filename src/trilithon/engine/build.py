@@ -92,7 +92,7 @@ def initialize(
     if monitor is not None:
         monitor.details = sharding.bytes
     try:
-        update = _update(chosen, groups, sharding, device, whole=sharding.stage == 0 and not experts.degrees)
+        update = _update(chosen, groups, sharding, device, experts)
     except ConfigError:  # raised alike on every rank: the caller gets an ordinary model back
         sharding.close()
         experts.unite()
@@ -280,11 +280,15 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _update(
     optimizer: AnyOptimizer | None, groups: list[ParameterGroup], sharding: ZeroSharding, device: torch.device,
-    *, whole: bool,
+    experts: SpreadExperts,
 ) -> Update | None:  # fmt: skip
     if optimizer is None:
         return None
-    return make_update(optimizer, groups, sharding.trainable_names, whole=whole, device=device)
+    names = sharding.trainable_names
+    if experts.degrees:  # a rank's block of the experts is not a whole parameter
+        way_out = "Keep whole experts on every rank (ep_size=1, at zero.stage=0)"
+        return make_update(optimizer, groups, names, device=device, way_out=way_out)
+    return make_update(optimizer, groups, names, whole=sharding.stage == 0, device=device)
 
 
 def _precision(settings: Config) -> Precision:
