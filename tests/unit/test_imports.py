@@ -69,6 +69,7 @@ PACKAGES = (
     "launch",
     "models",
     "optim",
+    "parallel.moe",
     "pretrain",
     "testing",
     "tiers",

@@ -275,7 +275,7 @@ class Group:
             self._uncounted_gather("barrier", flags, tag)
         self.ledger.record("barrier", self.name, torch.uint8, elements_in=0, elements_out=0, sent_bytes=0)
 
-    def _issue(  # noqa: PLR0917 (numel: None for that of the tensor)
+    def _issue(
         self, kind: str, tensor: Tensor, tag: Tag, *, elements: tuple[int, int], sent: int, op: ReduceOp | None = None,
         numel: int | None = None,
     ) -> Call:  # fmt: skip

@@ -1,8 +1,8 @@
 """Spreads the experts of a model's MoE layers over the data-parallel ranks, and tells the sharding where they are.
 
 Each layer may have its own degree. For each distinct one there is an expert group, inside which tokens travel, and two
-groups over the ranks that hold the same experts, for gathers and reductions. Experts of layers with degree 1 are on every
-rank and are parameters like any other. (Kim et al. 2021, arXiv:2109.10465, section 3.)
+groups over the ranks that hold the same experts, for gathers and reductions. Experts of layers with degree 1 are on
+every rank and are parameters like any other. (Kim et al. 2021, arXiv:2109.10465, section 3.)
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class SpreadExperts:
 
     def table(self) -> str:
         """One line per layer: experts, degree, ranks that hold the same ones, experts on each rank."""
-        rows = [("layer", "experts", "ep_size", "replicas", "experts per rank")]
+        rows = [["layer", "experts", "ep_size", "replicas", "experts per rank"]]
         for name, axes in self.axes.items():
             number = self.layers[name].num_experts
             numbers = (number, axes.ep_size, axes.replicas, number // axes.ep_size)
-            rows.append((name, *map(str, numbers)))
+            rows.append([name, *map(str, numbers)])
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)
 
@@ -81,7 +81,11 @@ class SpreadExperts:
                 continue
             experts, gather, reduce = self.groups[axes.ep_size]
             replicas = Replicas(
-                f"experts/{axes.ep_size}", gather, reduce, axes.data_size, lambda rank, axes=axes: axes.place(rank)[1]  # type: ignore[misc]
+                f"experts/{axes.ep_size}",
+                gather,
+                reduce,
+                axes.data_size,
+                lambda rank, axes=axes: axes.place(rank)[1],  # type: ignore[misc]
             )
             for own, param in layer.experts.named_parameters():
                 block = tuple(param.shape)

@@ -1,8 +1,8 @@
 """Mixtures of experts in the plainest code that could be right: dense masks, one process, no tables.
 
-`PlainMoE` computes what `trilithon.MoE` computes, from its definition: for each token a row of E x C ones and zeros says
-where it goes (Lepikhin et al. 2020, arXiv:2006.16668, algorithm 1). `chunk_losses` is the loop that several ranks have
-to equal: each rank routes its own part of the batch, so the parts are routed one after the other, never together.
+`PlainMoE` computes what `trilithon.MoE` computes, from its definition: for each token, E x C ones and zeros say where
+it goes (Lepikhin et al. 2020, arXiv:2006.16668, algorithm 1). `chunk_losses` is the loop that several ranks have to
+equal: each rank routes its own part of the batch, so the parts are routed one after the other, never together.
 """
 
 # S tokens, E experts, K choices per token, M width, C slots per expert

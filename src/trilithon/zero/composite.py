@@ -106,7 +106,7 @@ class Places:
         return entry.place if isinstance(entry.place, Replicas) else self._data
 
     def copies(self, unit: Unit, *, whole: bool) -> int:
-        """Ranks that contribute the same elements to a sum over the control group. whole: each holds the whole state."""
+        """Ranks that contribute the same elements to a sum over the control group. whole: each holds all state."""
         replicas = self.of_unit[unit]
         if not self.several:
             return 1

@@ -20,8 +20,9 @@ from trilithon.zero.unit import Unit
 class UnitGradients:
     """Collects, reduces and holds the gradient of one trainable unit.
 
-    reducer, gatherer: groups for the two directions. divisor: of the sum over `reducer`. keep_full: contributions stay local until the boundary (stages 0
-    and 1). wire: dtype on the network. accumulate: dtype of sums over micro-steps and of the result.
+    reducer, gatherer: groups for the two directions. divisor: of the sum over `reducer`; None for its size. keep_full:
+    contributions stay local until the boundary (stages 0 and 1). wire: dtype on the network. accumulate: dtype of sums
+    over micro-steps and of the result.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class Holding:
     the rank that writes, the group in which its values are spread and their source there; None: `control` and the rank.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 (made once, by ZeroSharding)
         self, units: Sequence[Unit], outside: Sequence[Entry], control: Collectives, residency: GatherOnUse | None,
         any_rank: Callable[[Sequence[bool], str], list[bool]],
         writer_of: Callable[[Tensor, int], tuple[Collectives, int]] | None = None,

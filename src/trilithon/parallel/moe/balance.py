@@ -27,8 +27,8 @@ def balance_loss(
     """probs: [S, E]; experts: [S, K] choices; used: [S] bool, tokens that are not padding. -> [] .
 
     counts: "first" counts first choices only (and K as 1). num_sequences: the mean over so many equal parts of the
-    tokens, each balanced by itself. total: sums a vector over ranks and tells over how many; the mean over ranks of what
-    each returns is then the loss over all tokens, however unevenly they are spread.
+    tokens, each balanced by itself. total: sums a vector over ranks and tells over how many; the mean over ranks of
+    what each returns is then the loss over all tokens, however unevenly they are spread.
     """
     num_tokens, num_experts = probs.shape
     picked = experts if counts == "all" else experts[:, :1]

@@ -1,9 +1,9 @@
 """Moving tokens to rows grouped by expert and back, by tables of indices.
 
-`Rows` says which token and choice each row holds, and its inverse which row each choice went to, so that both directions
-of both movements are gathers: memory is linear in tokens, the order of sums is fixed, and no mask of size tokens x
-experts x capacity exists. Rows of a crowded layout have a fixed number per expert, some of them empty; those of a
-dropless one follow each other without gaps.
+`Rows` says which token and choice each row holds, and its inverse which row each choice went to, so that both
+directions of both movements are gathers: memory is linear in tokens, the order of sums is fixed, and no mask of size
+tokens x experts x capacity exists. Rows of a layout with capacity have a fixed number per expert, some of them empty;
+those of a dropless one follow each other without gaps.
 (What the masks of Lepikhin et al. 2020, arXiv:2006.16668, algorithm 1, compute; as tables: Rajbhandari et al. 2022,
 arXiv:2201.05596, section 5.4.)
 """
@@ -123,7 +123,7 @@ class _Exchange(Function):
     """rows [n, M] to their ranks; send, receive: rows for and from each. Backward sends them back."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 (autograd passes by position)
         ctx: Any, rows: Tensor, group: Collectives, send: list[int] | None, receive: list[int] | None, tag: Tag
     ) -> Tensor:
         ctx.group, ctx.send, ctx.receive, ctx.tag = group, send, receive, tag

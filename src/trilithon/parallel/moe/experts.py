@@ -131,8 +131,8 @@ class Experts(nn.Module):
 
     # ----------------------------------------------------------------------------------------------- running
     def forward(self, rows: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """rows: [experts here, n, M], or [n, M] expert by expert with `counts` rows for each. Returns the same shape."""
-        weights = dict(zip(self.names, self.parameters(), strict=True))
+        """rows: [experts here, n, M], or [n, M] expert by expert with `counts` rows for each. Keeps the shape."""
+        weights: dict[str, Tensor] = dict(zip(self.names, self.parameters(), strict=True))
         if counts is None:
             if self.form is not None:
                 return self.form.run(rows, weights)
@@ -152,9 +152,7 @@ class Experts(nn.Module):
         template = self._hidden[0]
         template.train(self.training)
         out: Any = functional_call(template, weights, (x,))
-        if isinstance(out, tuple):  # (output, bias that the caller adds), as in Megatron
-            bias = next((extra for extra in out[1:] if isinstance(extra, Tensor)), None)
-            out = out[0] if bias is None else out[0] + bias
+        out = with_bias(out)
         if not isinstance(out, Tensor) or out.shape != x.shape:
             what = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
             raise ConfigError(f"an expert made {what} of rows {tuple(x.shape)}; it must keep their shape.")
@@ -172,6 +170,14 @@ def _without_values(module: nn.Module) -> nn.Module:
         values = torch.empty(param.shape, dtype=param.dtype, device="meta")
         empty[id(param)] = nn.Parameter(values, param.requires_grad)
     return copy.deepcopy(module, empty)
+
+
+def with_bias(out: Any) -> Any:
+    """What a module returned; of a tuple, as in Megatron, (output, bias that the caller adds) or (output, None)."""
+    if not isinstance(out, tuple):
+        return out
+    bias = next((extra for extra in out[1:] if isinstance(extra, Tensor)), None)
+    return out[0] if bias is None else out[0] + bias
 
 
 def dense_twin(expert: Expert) -> nn.Module:

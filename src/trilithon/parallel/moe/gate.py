@@ -81,7 +81,7 @@ def choose(scores: Tensor, k: int, second: Tensor | None = None) -> Tensor:
     second: [S, E] scores from which all choices after the first are taken instead.
     """
     left = scores.detach().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-torch.finfo(scores.dtype).max)
-    chosen = []
+    chosen: list[Tensor] = []
     for place in range(k):
         if place == 1 and second is not None:
             left = second.detach().nan_to_num(nan=-math.inf, neginf=-torch.finfo(scores.dtype).max)

@@ -1,8 +1,8 @@
 """Which data-parallel ranks share out the experts of a layer, and which hold the same ones. Pure arithmetic.
 
 D ranks with expert-parallel degree EP form D / EP expert groups, inside which tokens travel, and EP expert-data groups
-of D / EP ranks each, which hold the same experts. By default the ranks of an expert group are neighbours (usually of one
-host, where tokens travel cheaply); the other order puts the ranks with the same experts side by side.
+of D / EP ranks each, which hold the same experts. By default the ranks of an expert group are neighbours (usually of
+one host, where tokens travel cheaply); the other order puts the ranks with the same experts side by side.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def resolve_ep_size(layer: str, ep_size: int | None, num_experts: int, data_size
 
     Raises ConfigError, with the name of the layer, for a degree that does not fit the ranks.
     """
-    divisors = [n for n in range(1, data_size + 1) if data_size % n == 0 and num_experts % n == 0]
+    fits = [n for n in range(1, data_size + 1) if data_size % n == 0 and num_experts % n == 0]
     if ep_size is None:
-        return divisors[-1]
+        return fits[-1]
     if num_experts % ep_size:
-        raise ConfigError(f"{layer}: {num_experts} experts do not split over ep_size={ep_size} ranks; use {divisors}.")
+        raise ConfigError(f"{layer}: {num_experts} experts do not split over ep_size={ep_size} ranks; use {fits}.")
     if data_size % ep_size:
         raise ConfigError(
-            f"{layer}: ep_size={ep_size} does not divide the {data_size} data-parallel ranks. With {num_experts} experts "
-            f"and {data_size} ranks, ep_size can be {', '.join(map(str, divisors))}; ep_size=None takes {divisors[-1]}."
+            f"{layer}: ep_size={ep_size} does not divide the {data_size} data-parallel ranks. With {num_experts} "
+            f"experts and {data_size} ranks, ep_size can be {', '.join(map(str, fits))}; None takes {fits[-1]}."
         )
     return ep_size

@@ -27,7 +27,7 @@ from trilithon.contracts import Collectives, ReduceOp, Tag
 from trilithon.errors import ConfigError, ProtocolError
 from trilithon.parallel.moe.balance import Counts, Scope, balance_loss, z_loss
 from trilithon.parallel.moe.dispatch import Rows, by_expert, combine, exchange, reorder, rows_of, scatter
-from trilithon.parallel.moe.experts import Expert, Experts, Init, dense_twin
+from trilithon.parallel.moe.experts import Expert, Experts, Init, dense_twin, with_bias
 from trilithon.parallel.moe.gate import Choice, DropPolicy, Gate, NormTopK, RoutingRule, combine_weights, decide
 
 _REMEMBERED = 4096  # forwards whose keys a recomputation may draw again
@@ -50,7 +50,7 @@ class MoE(nn.Module):
     this rank. `last` holds both, and what was kept, after each forward.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 (the order of DeepSpeed's arguments)
         self,
         hidden_size: int,
         expert: Expert,
@@ -118,8 +118,8 @@ class MoE(nn.Module):
 
     # -------------------------------------------------------------------------------------------------- on ranks
     def bind(self, name: str, group: Collectives, data: Collectives | None, data_rank: int) -> None:
-        """Called by the engine: tokens travel over `group`, of which each rank keeps its part of the experts; statistics
-        of scope "global" are summed over `data`."""
+        """Called by the engine: tokens travel over `group`, of which each rank keeps its part of the experts;
+        statistics of scope "global" are summed over `data`."""
         self.name, self.data_rank, self._data = name, data_rank, data
         if group.world_size > 1:
             here = self.num_experts // group.world_size
@@ -184,7 +184,7 @@ class MoE(nn.Module):
         ranks, here = group.world_size, self.experts.here
         arrived = exchange(rows, group, Tag(f"{self.name}, dispatch"))
         stacked = arrived.view(ranks, here, slots, width).transpose(0, 1).reshape(here, ranks * slots, width)
-        done = self.experts(stacked).view(here, ranks, slots, width).transpose(0, 1).reshape(-1, width)
+        done: Tensor = self.experts(stacked).view(here, ranks, slots, width).transpose(0, 1).reshape(-1, width)
         return exchange(done, group, Tag(f"{self.name}, return"))
 
     def _dropless(self, rows: Tensor, choice: Choice, group: Collectives | None) -> Tensor:
@@ -206,11 +206,10 @@ class MoE(nn.Module):
     def _with_residual(self, x_SM: Tensor, y_SM: Tensor) -> Tensor:
         """The dense branch (Rajbhandari et al. 2022, arXiv:2201.05596, section 4.1); a dropped token still has it."""
         assert self.mlp is not None
-        dense = self.mlp(x_SM)
-        dense = dense[0] if isinstance(dense, tuple) else dense
+        dense: Tensor = with_bias(self.mlp(x_SM))
         if self.coefficient is None:
             return y_SM + dense
-        mix = self.coefficient(x_SM).softmax(dim=-1)
+        mix: Tensor = self.coefficient(x_SM).softmax(dim=-1)
         return y_SM * mix[:, 0:1] + dense * mix[:, 1:2]
 
     def _balance(self, logits: Tensor, probs: Tensor, choice: Choice, hidden: Tensor) -> Tensor:
@@ -241,9 +240,9 @@ class MoE(nn.Module):
         recomputing = torch._C._current_graph_task_id() != -1
         if recomputing and rule.random and key not in self._drawn:
             raise ProtocolError(
-                f"{self.name}: backward recomputes this layer from another random state than its forward had, so tokens "
-                "would be routed anew. Use checkpoint(..., preserve_rng_state=True), or drop_policy='position' without "
-                "noise."
+                f"{self.name}: backward recomputes this layer from another random state than its forward had, so "
+                "tokens would be routed anew. Use checkpoint(..., preserve_rng_state=True), or "
+                "drop_policy='position' without noise."
             )
         if not recomputing:
             self._drawn.append(key)
@@ -255,8 +254,8 @@ class MoE(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None:
             raise ProtocolError(
-                f"{self.name} cannot be copied or pickled while its experts are spread over ranks: this rank holds a part "
-                "of them. engine.state_dict() gives whole copies; engine.close() gives the whole model back."
+                f"{self.name} cannot be copied or pickled while its experts are spread over ranks: this rank holds a "
+                "part of them. engine.state_dict() gives whole copies; engine.close() gives the whole model back."
             )
         return {**self.__dict__, "_choices": None, "_drawn": None, "_data": None, "last": None}
 

@@ -216,7 +216,7 @@ def test_whole_tensors_writes_and_the_model_that_is_given_back(world_size, stage
     changed = dict(engine.full_parameters())
     up = changed["moes.0.experts.up.weight"] - start["moes.0.experts.up.weight"]
     assert torch.allclose(up[:2], torch.ones_like(up[:2])) and torch.allclose(up[2:], 3 * torch.ones_like(up[2:]))
-    with pytest.raises(ProtocolError, match="spread over ranks|sharded parameter cannot be copied"):
+    with pytest.raises(ProtocolError, match=r"spread over ranks|sharded parameter cannot be copied"):
         copy.deepcopy(model)
     engine.close()
     whole = dict(model.named_parameters())

@@ -44,7 +44,7 @@ def run(model, data, world_size, rank, stage, **config):
         "losses": losses,
         "norms": norms,
         "gradients": gradients,
-        "parameters": {name: value for name, value in engine.view("master")},
+        "parameters": dict(engine.view("master")),
         "exp_avg": dict(engine.view("exp_avg")),
     }
     return engine, found

@@ -27,7 +27,7 @@ def rule(k, policy="position", factor=1.0, minimum=0, **more):
     return RoutingRule(k, factor, minimum, policy, **more)
 
 
-def route(k, policy="position", factor=1.0, minimum=0, generator=None, used=None, **more):
+def route(k, policy="position", factor=1.0, *, minimum=0, generator=None, used=None, **more):
     return decide(P.log(), P, rule(k, policy, factor, minimum, **more), used, generator)
 
 
