@@ -45,6 +45,11 @@ def zero_stage(stage: int) -> Feature:
     )
 
 
+def spread_experts() -> Feature:
+    """Experts over ranks: what a rank holds of a stack of them is never a whole parameter, at no stage."""
+    return Feature("experts over ranks (ep_size > 1)", gives=frozenset({Capability.LAYER_NORMS}))
+
+
 def update_rule(kind: str) -> Feature:
     """The update rule's side. kind: of `OptimizerConfig`, or "foreign" for a user's own optimizer class."""
     if kind == "lamb":
@@ -73,6 +78,18 @@ def require_compatible(features: Sequence[Feature]) -> None:
     found = conflicts(features)
     if found:
         raise ConfigError("these settings do not go together:\n  - " + "\n  - ".join(found))
+
+
+def expert_table(kinds: Iterable[str] = ("adamw", "sgd", "lion", "adagrad", "lamb", "foreign")) -> str:
+    """Markdown: update rules against ZeRO stages when experts are spread over ranks."""
+    lines = ["| update rule | stage 0 | stage 1 | stage 2 | stage 3 |", "| --- | --- | --- | --- | --- |"]
+    for kind in kinds:
+        rule = update_rule(kind)
+        cells = ["no" if conflicts([zero_stage(max(s, 1)), spread_experts(), rule]) else "yes" for s in range(4)]
+        if kind == "foreign":
+            cells = ["if elementwise"] * 4
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def compatibility_table(kinds: Iterable[str] = ("adamw", "sgd", "lion", "adagrad", "lamb", "foreign")) -> str:

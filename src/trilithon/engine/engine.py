@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class Parts:
     writers: Callable[[], Communicator]  # makes the group that checkpoints are written in; collective
     low: torch.dtype | None  # what floating inputs are cast to
     monitor: Monitor | None = None
-    experts: SpreadExperts | None = None
+    experts: SpreadExperts = field(default_factory=SpreadExperts)
 
 
 @dataclass
@@ -178,6 +178,7 @@ class Engine:
         else:
             self._sharding.micro_step_without_sync()
         factor = self._precision.scale / (self.accumulation if weight is None else 1)
+        self._experts.weigh(factor if weight is None else factor * float(weight))
         try:
             scaled = loss if loss.dtype == torch.float64 else loss.float()
             (scaled * factor if factor != 1.0 else scaled).backward(retain_graph=retain_graph)
@@ -371,11 +372,7 @@ class Engine:
         At stage 3, ranks that are done serve the gathers of the others until all are. No backward inside.
         Raises ProtocolError when experts are spread over ranks, whose tokens need every rank's forward.
         """
-        if self._experts is not None and self._experts.degrees:
-            raise ProtocolError(
-                f"uneven() with experts spread over ranks (ep_size {self._experts.degrees}): a rank that is done would "
-                "leave the tokens of the others waiting. Call forward equally often, with empty batches at the end."
-            )
+        self._experts.refuse_uneven()
         self._uneven = True
         self._sharding.begin_uneven()
         try:
@@ -496,8 +493,7 @@ class Engine:
             if self._monitor is not None:
                 self._monitor.close()
             self._sharding.close()
-            if self._experts is not None:
-                self._experts.unite()
+            self._experts.unite()
             if self._update is not None:
                 self._update.close()
             for process_group in self._process_groups:  # unless the whole of torch.distributed has ended before

@@ -15,6 +15,7 @@ from torch import nn
 
 from trilithon.comm.collectives import Group
 from trilithon.contracts import Collectives, Tag
+from trilithon.errors import ProtocolError
 from trilithon.parallel.moe.groups import ExpertAxes, resolve_ep_size
 from trilithon.parallel.moe.layer import MoE
 from trilithon.zero.composite import Placement, Replicas
@@ -31,7 +32,7 @@ MakeGroup = Callable[[str, Callable[[list[int]], list[list[int]]] | None], Group
 class SpreadExperts:
     """The MoE layers of one model and the groups made for them."""
 
-    layers: dict[str, MoE]
+    layers: dict[str, MoE] = field(default_factory=dict)
     axes: dict[str, ExpertAxes] = field(default_factory=dict)  # by layer
     groups: dict[int, tuple[Group, Group, Group]] = field(default_factory=dict)  # by degree: experts, gather, reduce
 
@@ -93,6 +94,19 @@ class SpreadExperts:
                 region = Region(f"{name}.experts.{own}", (layer.num_experts, *block[1:]), corner, block)
                 found[id(param)] = Placement(replicas, region, experts)
         return found
+
+    def weigh(self, factor: float) -> None:
+        """The loss of the backward that begins counts this much, and so do the balance losses that join it."""
+        for layer in self.layers.values():
+            layer.loss_factor = factor
+
+    def refuse_uneven(self) -> None:
+        """Raise ProtocolError if ranks cannot call forward a different number of times."""
+        if self.degrees:
+            raise ProtocolError(
+                f"uneven() with experts spread over ranks (ep_size {self.degrees}): a rank that is done would leave "
+                "the tokens of the others waiting. Call forward equally often, with empty batches at the end."
+            )
 
     def unite(self) -> None:
         """Collective: every layer gets all its experts back."""

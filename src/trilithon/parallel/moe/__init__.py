@@ -8,8 +8,25 @@ See docs/moe.md.
 
 from __future__ import annotations
 
+from trilithon.parallel.moe.blocks import FeedForward
+from trilithon.parallel.moe.convert import ConvertedBlock, convert, layers, load_report
 from trilithon.parallel.moe.experts import Experts
 from trilithon.parallel.moe.gate import Gate
 from trilithon.parallel.moe.layer import MoE
+from trilithon.parallel.moe.merge import Utilization, aggregate, choose_experts, keep_experts, prune
 
-__all__ = ["Experts", "Gate", "MoE"]
+__all__ = [
+    "ConvertedBlock",
+    "Experts",
+    "FeedForward",
+    "Gate",
+    "MoE",
+    "Utilization",
+    "aggregate",
+    "choose_experts",
+    "convert",
+    "keep_experts",
+    "layers",
+    "load_report",
+    "prune",
+]

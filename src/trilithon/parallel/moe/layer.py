@@ -110,6 +110,7 @@ class MoE(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2) if residual_combine == "learned" else None
         self.last: Last | None = None
         self.name = "MoE"
+        self.loss_factor = 1.0  # what the engine multiplies the loss of the running backward by
         self.data_rank = 0  # mixed into the draws: ranks with different tokens draw differently
         self._group: Collectives | None = None
         self._data: Collectives | None = None
