@@ -30,6 +30,7 @@ from trilithon.engine.monitor import Monitor
 from trilithon.engine.random_state import derive_random_states
 from trilithon.errors import CheckpointError, ConfigError, TrilithonError
 from trilithon.models import GPT
+from trilithon.parallel.moe import load_report
 from trilithon.pretrain.agreement import Agreement
 from trilithon.pretrain.artifacts import save_model, with_tied_names, write_whole
 from trilithon.pretrain.evaluate import held_out_loss, sample_text
@@ -152,8 +153,8 @@ class _Job:
         report = self._report(engine, loop)
         if loop.stopped_by != signal.SIGTERM:  # who sends that does not wait for long
             self._leave_results(engine, loop, report)
-        if self.config.engine.zero.stage < 3:
-            engine.close()  # at stage 3 that would give every rank the whole model, for which it may have no room
+        if self.config.engine.zero.stage < 3 and not self.shape.experts:
+            engine.close()  # otherwise that would give every rank the whole model, for which it may have no room
         if self.agreement.rank == 0 and not written["quiet"]:
             print_report(report, Console())
         return report
@@ -211,6 +212,7 @@ class _Job:
                 say=display.say,
             ),
             asked_outside=SaveRequest.from_environment().take if agreement.rank == 0 else lambda: False,
+            load=lambda: load_report(engine.module),
         )
 
     def _about(self, step: int) -> dict[str, Any]:

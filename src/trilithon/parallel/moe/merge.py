@@ -132,8 +132,7 @@ class Utilization:
                 self.counts[name] += last.routed.cpu()
 
         self._handles = [
-            layer.register_forward_hook(lambda *_, name=name: added(name))
-            for name, layer in self._layers.items()
+            layer.register_forward_hook(lambda *_, name=name: added(name)) for name, layer in self._layers.items()
         ]
         return self
 
