@@ -1,8 +1,9 @@
 """Is this module a plain feed-forward block? If so, many of them run as a few batched products.
 
 A module cannot be asked what it computes, so it is tried: its linear layers are put into each form we know, and the one
-that gives the module's own outputs on random weights and inputs (in fp64, in training mode) is what it computes. A
-module with dropout, norms, or anything else beside them gives other outputs and runs as it is, one expert at a time.
+that gives the module's own outputs on random weights and inputs (in fp64, in training mode, with layers of a few
+channels in the place of its own) is what it computes. A module with dropout, norms, or anything else beside them gives
+other outputs, or none, and runs as it is, one expert at a time.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import copy
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -72,13 +74,15 @@ def _linear(x: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
 @torch.no_grad()
 def recognise(expert: nn.Module) -> Form | None:
     """The form of `expert`, or None if it is none of ours. The module and its random state stay as they are."""
-    linears = {n: m for n, m in expert.named_modules() if type(m).forward is nn.Linear.forward}
+    linears = {
+        n: m for n, m in expert.named_modules() if isinstance(m, nn.Linear) and type(m).forward is nn.Linear.forward
+    }
     inside = {f"{name}.{own}" for name, module in linears.items() for own, _ in module.named_parameters(recurse=False)}
     if len(linears) not in (2, 3) or inside != {name for name, _ in expert.named_parameters()} or "" in linears:
         return None
     if any(True for _ in expert.buffers()):
         return None
-    trial = copy.deepcopy(expert).to_empty(device="cpu").double().train()
+    trial = _narrow(expert).train()
     generator = torch.Generator().manual_seed(20240229)
     for param in trial.parameters():
         param.copy_(
@@ -87,10 +91,27 @@ def recognise(expert: nn.Module) -> Form | None:
         )
     weights = dict(trial.named_parameters())
     for form in _candidates(linears):
-        x = torch.randn(5, linears[form.up].in_features, generator=generator, dtype=torch.float64, device="cpu")
+        width = weights[f"{form.up}.weight"].shape[1]
+        x = torch.randn(5, width, generator=generator, dtype=torch.float64, device="cpu")
         if _agree(trial, form, x, weights):
             return form
     return None
+
+
+def _narrow(expert: nn.Module) -> nn.Module:
+    """The same module with few channels: 3 in the place of its smallest width, 5 of the next, and so on."""
+    nothing: dict[int, Any] = {id(param): nn.Parameter(torch.empty(0, device="cpu")) for param in expert.parameters()}
+    trial = copy.deepcopy(expert, nothing)  # without copying values
+    linears = [part for part in trial.modules() if isinstance(part, nn.Linear)]
+    sizes = sorted({size for one in linears for size in (one.in_features, one.out_features)})
+    few = {size: 3 + 2 * index for index, size in enumerate(sizes)}
+    for one in linears:
+        one.in_features, one.out_features = few[one.in_features], few[one.out_features]
+        shape = (one.out_features, one.in_features)
+        one.weight = nn.Parameter(torch.empty(shape, dtype=torch.float64, device="cpu"))
+        if one.bias is not None:
+            one.bias = nn.Parameter(torch.empty(shape[:1], dtype=torch.float64, device="cpu"))
+    return trial
 
 
 def _candidates(linears: Mapping[str, nn.Linear]) -> list[Form]:
