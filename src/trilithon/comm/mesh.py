@@ -94,6 +94,8 @@ def own_process_group(
 
     split: cuts the ranks of an axis, in order, into smaller groups.
 
+    split: cuts the ranks of an axis, in order, into smaller groups.
+
     Collectives that may be in flight at the same time each need their own (see `comm.collectives.Group`), whereas
     `mesh.get_group(axis)` always returns the same one. backend: None for that of the default group. Collective: every
     rank of the mesh calls it.

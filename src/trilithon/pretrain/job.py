@@ -217,6 +217,7 @@ class _Job:
                 say=display.say,
             ),
             asked_outside=SaveRequest.from_environment().take if agreement.rank == 0 else lambda: False,
+            load=lambda: load_report(engine.module),
         )
 
     def _about(self, step: int) -> dict[str, Any]:
