@@ -4,8 +4,8 @@ A parameter that one expert calls `up.weight` is one parameter `up.weight` of sh
 first dimension holds all experts; on several each rank holds a contiguous part of it, so that a rank's block is a range
 of the whole parameter and checkpoints know experts by their global number.
 
-Feed-forward blocks run as batched products; any other module runs once per expert on its rows, with its slice of the
-stack. An expert without tokens takes part with zero rows, so that every parameter has a gradient on every rank.
+Feed-forward blocks run as batched products, on a CPU as one product per expert where that is faster; any other module
+runs once per expert on its rows, with its slice of the stack. An expert without tokens takes part with zero rows, so that every parameter has a gradient on every rank.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from trilithon.errors import ConfigError
 from trilithon.parallel.moe.forms import recognise
 
 logger = logging.getLogger(__name__)
+
+_FEW_ROWS, _NARROW = 64, 256  # beyond either, products one by one are faster on a CPU than batched ones (measured)
 
 Init = Literal["independent", "copy"]
 Expert = nn.Module | Callable[[], nn.Module]
@@ -134,7 +136,8 @@ class Experts(nn.Module):
         """rows: [experts here, n, M], or [n, M] expert by expert with `counts` rows for each. Keeps the shape."""
         weights: dict[str, Tensor] = dict(zip(self.names, self.parameters(), strict=True))
         if counts is None:
-            if self.form is not None:
+            small = rows.shape[1] < _FEW_ROWS and rows.shape[2] <= _NARROW
+            if self.form is not None and (rows.device.type != "cpu" or small):
                 return self.form.run(rows, weights)
             return torch.stack([self._run_one(x, w) for x, w in zip(rows.unbind(0), self._each(weights), strict=True)])
         parts = zip(rows.split(list(counts)), self._each(weights), strict=True)
