@@ -206,7 +206,6 @@ class _Job:
             accumulation=self.batch.accumulation,
             eval_every=run.eval_every,
             show_every=self.config.engine.monitor.every,
-            load=lambda: load_report(engine.module),
             saver=Saver(
                 engine=engine,
                 folder=self.out / CHECKPOINTS,
