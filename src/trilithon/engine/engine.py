@@ -29,7 +29,7 @@ from trilithon.comm.collectives import Group as Communicator
 from trilithon.comm.ledger import Ledger
 from trilithon.config import Config, ResolvedBatch
 from trilithon.contracts import Precision, StepHook, SyncMode, Update
-from trilithon.engine import overflow
+from trilithon.engine import abandoned, overflow
 from trilithon.engine.checkpointing import Checkpointing
 from trilithon.engine.experts import SpreadExperts
 from trilithon.engine.model_output import loss_of
@@ -100,8 +100,7 @@ class Engine:
         self.non_finite = 0
         self._batch, self._sharding, self._update = parts.batch, parts.sharding, parts.update
         self._precision, self._rate, self._groups, self._low = parts.precision, parts.rate, parts.groups, parts.low
-        self._process_groups = parts.process_groups
-        self._experts = parts.experts
+        self._process_groups, self._experts = parts.process_groups, parts.experts
         self._window = _Window()
         self._syncing, self._window_open = True, False
         self._uneven = self._closed = False
@@ -201,14 +200,7 @@ class Engine:
     def _abandon(self, error: BaseException) -> None:
         self._sharding.abandon_backward()
         lost, self._window, self._window_open = self._window.backwards, _Window(), False
-        if lost:
-            error.add_note(f"trilithon: gradients of {lost} earlier micro-batches of this step are dropped as well.")
-        if self._sharding.stage == 3 and "modified by an inplace operation" in str(error):
-            error.add_note(
-                "trilithon: if nothing was modified in place, backward reached a module from a tensor that its forward "
-                "did not return, after its parameters had been dropped. Return that tensor, keep it in an attribute of "
-                "the module, or list the module in zero.keep_gathered."
-            )
+        abandoned.add_notes(error, lost=lost, stage=self._sharding.stage)
 
     def _check_loss(self, loss: Tensor, weight: object) -> None:
         if self._update is None:
@@ -479,8 +471,8 @@ class Engine:
         self._checkpointing.require_whole()
 
     def close(self) -> None:
-        """Collective at stage 3 and with experts over ranks: the model gets its whole parameters back, hooks go, state is
-        dropped.
+        """The model gets its whole parameters back, hooks go, state is dropped. Collective at stage 3 and with experts
+        over ranks.
 
         A save in the background is written out first; what it failed with is raised when everything else is done.
         """

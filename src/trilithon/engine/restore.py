@@ -29,6 +29,7 @@ from trilithon.engine.train_state import (
 from trilithon.errors import CheckpointError
 from trilithon.optim.foreign_state import counters_by_name, for_slices, for_whole_parameters
 from trilithon.zero import window
+from trilithon.zero.cutting import shards_of
 
 if TYPE_CHECKING:
     from trilithon.engine.engine import Engine
@@ -85,7 +86,7 @@ class Restore:
         if engine._update.state_dict()["whole"]:
             return for_whole_parameters(saved, counters, self._whole_fields())
         fields: dict[str, list[str]] = {}
-        shapes = {entry.name: tuple(entry.param.shape) for entry in engine._sharding.entries}
+        shapes = {entry.name: entry.shape for entry in engine._sharding.entries}
         for (part, name), entry in self._plan.fields.items():
             if entry.shape != shapes[name]:
                 raise CheckpointError(
@@ -151,13 +152,16 @@ class Restore:
             values = frozen_values(unit)
             low, high = (0, unit.layout.padded) if unit.whole_values else unit.own
             for piece in unit.layout.pieces(low, high):
-                if piece.field.name in sources:
-                    into = values[piece.offset : piece.offset + piece.numel]
-                    yield Wanted(sources[piece.field.name], piece.start, into)
+                for shard in shards_of(piece):
+                    if shard.name in sources:
+                        into = values[shard.offset : shard.offset + shard.numel]
+                        yield Wanted(sources[shard.name], shard.start, into)
         for entry in sharding.outside:
             if entry.name in sources:
                 assert entry.param.is_contiguous()
-                yield Wanted(sources[entry.name], 0, entry.param.detach().view(-1))
+                flat = entry.param.detach().view(-1)
+                for here, there, numel in entry.runs():
+                    yield Wanted(sources[entry.name], there, flat[here : here + numel])
 
     def _window(self) -> None:
         engine, own = self._engine, self._own["window"]

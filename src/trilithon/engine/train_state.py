@@ -23,6 +23,7 @@ from trilithon.checkpoint.table import Holding, Span
 from trilithon.contracts import Slice
 from trilithon.engine.random_state import random_states
 from trilithon.zero import window
+from trilithon.zero.cutting import shards_of
 from trilithon.zero.unit import Unit
 from trilithon.zero.window import WindowPart
 
@@ -124,13 +125,18 @@ def frozen_holdings(engine: Engine) -> Iterator[Holding]:
             continue
         low, high = (0, unit.layout.padded) if unit.whole_values else unit.own
         spans = [
-            Span("frozen", p.field.name, unit.dtype, tuple(p.field.shape), p.start, p.numel, p.offset)
-            for p in unit.layout.pieces(low, high)
+            Span("frozen", s.name, unit.dtype, tuple(s.shape), s.start, s.numel, s.offset)
+            for piece in unit.layout.pieces(low, high)
+            for s in shards_of(piece)
         ]
         yield Holding(unit.name, tuple(spans), _opened({"frozen": frozen_values(unit)}), unit.whole_values)
     for entry in engine._sharding.outside:
-        tensors = {"frozen": entry.param.detach()}
-        yield whole_holding(entry.name, {"frozen": ("frozen", entry.name)}, tensors, replicated=True)
+        flat = {"frozen": entry.param.detach().reshape(-1)}
+        runs = [
+            Span("frozen", entry.name, entry.param.dtype, entry.shape, there, numel, here)
+            for here, there, numel in entry.runs()
+        ]
+        yield Holding(entry.name, tuple(runs), _opened(flat), replicated=True)
     yield from _without_elements(engine)
 
 
@@ -185,10 +191,12 @@ def window_holdings(engine: Engine) -> Iterator[Holding]:
 
 
 def window_holding(part: WindowPart, rank: int) -> Holding:
-    name = "window" if part.reduced else f"window/{rank}"
-    spans = [
-        Span(name, p.field.name, part.flat.dtype, tuple(p.field.shape), p.start, p.numel, p.offset) for p in part.pieces
-    ]
+    """A rank's own sum is of its own block of a parameter; what has been reduced belongs to the whole one."""
+    name, dtype = "window" if part.reduced else f"window/{rank}", part.flat.dtype
+    spans = [Span(name, p.field.name, dtype, tuple(p.field.shape), p.start, p.numel, p.offset) for p in part.pieces]
+    if part.reduced:
+        shards = [shard for piece in part.pieces for shard in shards_of(piece)]
+        spans = [Span(name, s.name, dtype, tuple(s.shape), s.start, s.numel, s.offset) for s in shards]
     return Holding(f"{part.key}/{name}", tuple(spans), _opened({name: part.flat}), False)
 
 
@@ -228,8 +236,9 @@ def _opened(tensors: Mapping[str, Tensor]) -> Any:
 # --------------------------------------------------------------------------------------------------------------- names
 def views_of(engine: Engine) -> list[Entry]:
     """Trained weights in the type that forward reads: not stored, since they are one rounding from the masters."""
+    shapes = {entry.name: entry.shape for entry in engine._sharding.entries}
     found = {
-        field.name: Entry("param", field.name, dtype_name(one.unit.dtype), tuple(field.shape), of="master")
+        field.name: Entry("param", field.name, dtype_name(one.unit.dtype), shapes[field.name], of="master")
         for one in engine._sharding.gradients
         for field in one.unit.layout.fields
     }
@@ -260,6 +269,7 @@ def shared_state(engine: Engine) -> dict[str, Any]:
             "idle": sorted(engine._idle),
         },
         "accumulation": engine.accumulation,
+        "experts": engine._experts.describe(),
         "groups": [{"names": list(group.names), "settings": _settings(group)} for group in engine._groups],
         "schedule": engine._rate.state_dict() if engine._groups else None,
         "scaler": engine._precision.state_dict(),
