@@ -27,7 +27,7 @@ from trilithon.checkpoint.report import LoadReport, SaveProgress, SaveReport
 from trilithon.comm.ledger import Ledger
 from trilithon.config import Config, ResolvedBatch
 from trilithon.contracts import Precision, StepHook, SyncMode, Update
-from trilithon.engine import overflow
+from trilithon.engine import abandoned, overflow
 from trilithon.engine.checkpointing import Checkpointing
 from trilithon.engine.experts import SpreadExperts
 from trilithon.engine.model_output import loss_of
@@ -201,14 +201,7 @@ class Engine:
     def _abandon(self, error: BaseException) -> None:
         self._sharding.abandon_backward()
         lost, self._window, self._window_open = self._window.backwards, _Window(), False
-        if lost:
-            error.add_note(f"trilithon: gradients of {lost} earlier micro-batches of this step are dropped as well.")
-        if self._sharding.stage == 3 and "modified by an inplace operation" in str(error):
-            error.add_note(
-                "trilithon: if nothing was modified in place, backward reached a module from a tensor that its forward "
-                "did not return, after its parameters had been dropped. Return that tensor, keep it in an attribute of "
-                "the module, or list the module in zero.keep_gathered."
-            )
+        abandoned.add_notes(error, lost=lost, stage=self._sharding.stage)
 
     def _check_loss(self, loss: Tensor, weight: object) -> None:
         if self._update is None:

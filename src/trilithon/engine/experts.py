@@ -41,6 +41,10 @@ class SpreadExperts:
         """The distinct expert-parallel degrees above 1."""
         return sorted({axes.ep_size for axes in self.axes.values()} - {1})
 
+    def describe(self) -> dict[str, list[int]]:
+        """Plain data: for each layer spread over ranks, its degree and the order of ranks."""
+        return {name: [axes.ep_size, int(axes.data_first)] for name, axes in self.axes.items() if axes.ep_size > 1}
+
     def table(self) -> str:
         """One line per layer: experts, degree, ranks that hold the same ones, experts on each rank."""
         rows = [["layer", "experts", "ep_size", "replicas", "experts per rank"]]

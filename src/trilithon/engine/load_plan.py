@@ -283,7 +283,8 @@ def _plan_window(engine: Engine, reader: CheckpointReader, plan: LoadPlan) -> No
         plan.ignored("window", [f"{count} micro-batches"])
         return
     here = (engine.world_size, engine.accumulation)
-    alike = same_mesh(engine, reader.extra) and engine.accumulation == accumulation
+    experts = engine._experts.describe() == reader.extra.get("experts", {})
+    alike = same_mesh(engine, reader.extra) and engine.accumulation == accumulation and experts
     if alike and "scaler" in plan.parts and "weights" in plan.parts:
         plan.restored("window", [f"{count} micro-batches"])
         return

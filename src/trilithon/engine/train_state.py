@@ -269,6 +269,7 @@ def shared_state(engine: Engine) -> dict[str, Any]:
         },
         "accumulation": engine.accumulation,
         "mesh": mesh_of(engine),
+        "experts": engine._experts.describe(),
         "groups": [{"names": list(group.names), "settings": _settings(group)} for group in engine._groups],
         "schedule": engine._rate.state_dict() if engine._groups else None,
         "scaler": engine._precision.state_dict(),

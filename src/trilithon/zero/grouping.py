@@ -44,6 +44,16 @@ class Entry:
     place: Place | None = None  # the ranks that hold it, if they are not those of the data axis
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter, whatever part of it is here."""
+        return self.region.shape if self.region is not None else tuple(self.param.shape)
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """(start here, start in the whole parameter, numel) of the contiguous ranges that are here."""
+        numel = self.param.numel()
+        return iter([(0, 0, numel)]) if self.region is None else self.region.runs(0, numel)
+
+    @property
     def place_name(self) -> str:
         return self.place.name if self.place is not None else ""
 

@@ -5,7 +5,8 @@ first dimension holds all experts; on several each rank holds a contiguous part 
 of the whole parameter and checkpoints know experts by their global number.
 
 Feed-forward blocks run as batched products, on a CPU as one product per expert where that is faster; any other module
-runs once per expert on its rows, with its slice of the stack. An expert without tokens takes part with zero rows, so that every parameter has a gradient on every rank.
+runs once per expert on its rows, with its slice of the stack. An expert without tokens takes part with zero rows, so
+that every parameter has a gradient on every rank.
 """
 
 from __future__ import annotations
