@@ -190,12 +190,13 @@ def window_holdings(engine: Engine) -> Iterator[Holding]:
 
 
 def window_holding(engine: Engine, part: WindowPart) -> Holding:
-    name = "window" if part.reduced else f"window/{engine.rank}"
-    spans = [
-        Span(name, run.name, part.flat.dtype, run.shape, run.start, run.numel, run.offset)
-        for p in part.pieces
-        for run in in_whole(engine, p.field.name, p.field.shape, p.start, p.numel, p.offset, p.field.region)
-    ]
+    """A rank's own sum is of its own part of a parameter; what has been reduced belongs to the whole one."""
+    name, dtype = "window" if part.reduced else f"window/{engine.rank}", part.flat.dtype
+    spans = [Span(name, p.field.name, dtype, tuple(p.field.shape), p.start, p.numel, p.offset) for p in part.pieces]
+    if part.reduced:
+        places = [(p.field.name, p.field.shape, p.start, p.numel, p.offset, p.field.region) for p in part.pieces]
+        runs = [run for place in places for run in in_whole(engine, *place)]
+        spans = [Span(name, run.name, dtype, run.shape, run.start, run.numel, run.offset) for run in runs]
     return Holding(f"{part.key}/{name}", tuple(spans), _opened({name: part.flat}), False)
 
 

@@ -80,3 +80,27 @@ def test_a_run_goes_on_on_another_mesh(written, read, tmp_path):
         assert loaded.keys() == before.keys()
         assert all(torch.equal(loaded[name], value) for name, value in before.items())
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def in_the_middle(folder, mesh, stage):
+    """One of two micro-batches, saved, and the step that follows it; with and without the way over the disk."""
+    settings = {**config(mesh, stage), "batch": {"micro_size": 4, "accumulation": 2}}
+    first, second = (batch[0] for batch in batches("gpt", 1)[:2])
+    norms = []
+    for loads in (False, True):
+        with initialize(make("gpt").eval(), settings) as engine:
+            if loads:
+                engine.load(folder)
+            else:
+                engine.backward(engine(*first))
+                engine.save(folder)
+            engine.backward(engine(*second))
+            assert engine.step()
+            norms.append((engine.grad_norm, engine.loss))
+    return norms
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_open_window_goes_on_on_the_same_mesh(stage, tmp_path):
+    for straight, resumed in run_ranks(in_the_middle, 2, tmp_path, {"tensor": 2}, stage):
+        assert straight == resumed
