@@ -20,6 +20,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from trilithon.errors import TierError
+
 
 class SyncMode(Enum):
     """Who averages gradients over data-parallel ranks."""
@@ -112,7 +114,7 @@ class Slice:
 
     key: str  # stable and unique, for state stores
     group: int  # index of the parameter group whose settings apply
-    master: Tensor  # [n] f32: the values the update rule changes
+    master: Tensor  # [n] f32: the values the update rule changes; on "meta" (no values) while they rest in a store
     grad: Tensor  # [n] gradient, f32 or the accumulation dtype; set anew before each update
     low: Tensor | None  # [n] low-precision copy that forward reads, rewritten in the same pass; None when master is it
     shards: list[Shard] = field(default_factory=list)  # in order of offset; what lies between them is zero
@@ -203,14 +205,20 @@ class StateStore(Protocol):
     """tiers/: where optimizer state rests between uses."""
 
     def borrow(
-        self, key: str, make: Callable[[], State] | None = None, *, write: bool = True
+        self, key: str, make: Callable[[], State] | None = None, *, write: bool = True, read: bool = True
     ) -> AbstractContextManager[State]:
         """The state of one slice, resident for the time of the context. make() makes it the first time; without it
-        KeyError is raised then. Not `write`: the caller promises to change nothing."""
+        KeyError is raised then. Not `write`: the caller promises to change nothing. Not `read`: the caller writes every
+        element, and what it finds may be anything."""
         ...
 
     def prefetch(self, key: str) -> None:
         """`borrow` of this key comes soon."""
+        ...
+
+    @property
+    def failure(self) -> TierError | None:
+        """The first request that failed in the background, as far as is known; every `borrow` raises it from then."""
         ...
 
     def bytes(self) -> dict[str, int]:

@@ -10,6 +10,7 @@ from trilithon.config.batch import BatchConfig, ResolvedBatch, data_parallel_siz
 from trilithon.config.checkpoints import CheckpointConfig
 from trilithon.config.comm import CommConfig
 from trilithon.config.monitor import MonitorConfig
+from trilithon.config.offload import OffloadConfig
 from trilithon.config.optimizer import Adagrad, Adam, AdamW, Lamb, Lion, OptimizerConfig, Sgd
 from trilithon.config.origin import Origin, Problem, Source
 from trilithon.config.precision import Bf16, Fp16, Fp32, NonFinite, PrecisionConfig
@@ -52,6 +53,7 @@ __all__ = [
     "LrRangeTest",
     "MonitorConfig",
     "NonFinite",
+    "OffloadConfig",
     "OneCycle",
     "OptimizerConfig",
     "Origin",

@@ -23,10 +23,11 @@ from trilithon.comm.mesh import init_distributed, make_mesh, own_process_group, 
 from trilithon.comm.watchdog import Watchdog
 from trilithon.config import Bf16, Config, Fp16, Fp32
 from trilithon.contracts import Precision, Tag, Update
-from trilithon.engine import capabilities
+from trilithon.engine import capabilities, state_tier
 from trilithon.engine.allocator import keep_freed_memory
-from trilithon.engine.engine import Engine, Parts
+from trilithon.engine.engine import Engine
 from trilithon.engine.monitor import Monitor
+from trilithon.engine.parts import Parts
 from trilithon.errors import ConfigError, ProtocolError
 from trilithon.optim.build import make_update
 from trilithon.optim.groups import AnyOptimizer, OptimizerSettings, groups_of
@@ -34,6 +35,7 @@ from trilithon.optim.groups import Group as ParameterGroup
 from trilithon.optim.learning_rate import AnySchedule, LearningRate
 from trilithon.optim.loss_scale import DynamicScale, NoScale, StaticScale
 from trilithon.zero.grouping import FROZEN
+from trilithon.zero.masters import Placement
 from trilithon.zero.materialize import materialize_meta
 from trilithon.zero.sharded_parameter import ShardedParameter, find_owner
 from trilithon.zero.sharding import Communicators, Precisions, ZeroSharding
@@ -75,6 +77,8 @@ def initialize(
     _check(settings, chosen, schedule)
     _refuse_taken(model)
     groups = groups_of(model, chosen, parameters) if chosen is not None else []
+    if chosen is not None and settings.offload.state != "device":
+        state_tier.require_known(chosen, groups)
     distributed = init_distributed(settings.comm.backend, settings.comm.timeout_s)
     device = _device()
     if device.type == "cpu":
@@ -84,13 +88,19 @@ def initialize(
     comm, process_groups = _communicators(mesh, ledger, settings)
     batch = settings.resolve_batch(comm.control.world_size)
     monitor = _monitor(settings, comm)
-    sharding = _sharding(model, groups, settings, comm, batch.accumulation, device)
+    placement = _placement(settings, model, chosen, groups, comm, device)
+    try:
+        sharding = _sharding(model, groups, settings, comm, batch.accumulation, device, placement)
+    except BaseException:
+        _close(placement)
+        raise
     if monitor is not None:
         monitor.details = sharding.bytes
     try:
-        update = _update(chosen, groups, sharding, device)
+        update = _update(chosen, groups, sharding, device, placement)
     except ConfigError:  # raised alike on every rank: the caller gets an ordinary model back
         sharding.close()
+        _close(placement)
         raise
     parts = Parts(
         config=settings,
@@ -118,7 +128,15 @@ def _check(settings: Config, optimizer: AnyOptimizer | None, schedule: object) -
             )
         return
     kind = optimizer.kind if isinstance(optimizer, OptimizerSettings) else "foreign"
-    capabilities.require_compatible([capabilities.zero_stage(settings.zero.stage), capabilities.update_rule(kind)])
+    offload = settings.offload
+    capabilities.require_compatible(
+        [
+            capabilities.zero_stage(settings.zero.stage),
+            capabilities.update_rule(kind),
+            *capabilities.offloaded_state(offload.state, path=offload.path is not None),
+            *capabilities.delayed_update(offload.delayed_update),
+        ]
+    )
 
 
 def _refuse_taken(model: nn.Module) -> None:
@@ -240,7 +258,7 @@ def _low(settings: Config) -> torch.dtype | None:
 
 def _sharding(  # noqa: PLR0917 (called once, with everything that build has made)
     model: nn.Module, groups: list[ParameterGroup], settings: Config, comm: Communicators, accumulation: int,
-    device: torch.device,
+    device: torch.device, placement: Placement | None,
 ) -> ZeroSharding:  # fmt: skip
     materialize_meta(model, device)
     names = {name: index for index, group in enumerate(groups) for name in group.names}
@@ -252,7 +270,7 @@ def _sharding(  # noqa: PLR0917 (called once, with everything that build has mad
     if device.type != "cpu":
         _move_buffers(model, device)
     precisions = Precisions(low, wire, accumulate)
-    return ZeroSharding(model, lambda param: group_of[id(param)], settings.zero, comm, precisions, device)
+    return ZeroSharding(model, lambda param: group_of[id(param)], settings.zero, comm, precisions, device, placement)
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -267,11 +285,30 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _update(
-    optimizer: AnyOptimizer | None, groups: list[ParameterGroup], sharding: ZeroSharding, device: torch.device
-) -> Update | None:
+    optimizer: AnyOptimizer | None, groups: list[ParameterGroup], sharding: ZeroSharding, device: torch.device,
+    placement: Placement | None,
+) -> Update | None:  # fmt: skip
     if optimizer is None:
         return None
-    return make_update(optimizer, groups, sharding.trainable_names, whole=sharding.stage == 0, device=device)
+    store = placement.store if placement is not None else None
+    whole = sharding.stage == 0
+    return make_update(optimizer, groups, sharding.trainable_names, whole=whole, device=device, store=store)
+
+
+def _placement(  # noqa: PLR0917 (called once, with everything that build has made)
+    settings: Config, model: nn.Module, optimizer: AnyOptimizer | None, groups: list[ParameterGroup],
+    comm: Communicators, device: torch.device,
+) -> Placement | None:  # fmt: skip
+    """Where masters and optimizer state rest; None on the device."""
+    if optimizer is None or settings.offload.state == "device":
+        return None
+    needs = state_tier.needs_of(model, optimizer, groups, comm.control.world_size)
+    return state_tier.make_placement(settings.offload, needs, comm.control, device)
+
+
+def _close(placement: Placement | None) -> None:
+    if placement is not None:
+        placement.store.close()
 
 
 def _precision(settings: Config) -> Precision:

@@ -20,6 +20,8 @@ class Capability(Enum):
     SHARDED_STATE = "optimizer state cut over ranks"
     ELEMENTWISE = "an update that treats each element on its own"
     LAYER_NORMS = "per-parameter norms over ranks"
+    MASTERS_APART = "masters that are not the parameters themselves"
+    FOLDER = "a folder (offload.path)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,36 @@ def update_rule(kind: str) -> Feature:
     if kind == "foreign":  # a probe decides, once its parameters are known
         return Feature("your own optimizer", gives=frozenset({Capability.ELEMENTWISE}))
     return Feature(f"optimizer {kind}", gives=frozenset({Capability.ELEMENTWISE}))
+
+
+def offloaded_state(state: str, *, path: bool) -> list[Feature]:
+    """Masters and optimizer state off the device: slices are what is moved, and stage 0 has whole parameters."""
+    if state == "device":
+        return []
+    name = f'offload.state="{state}"'
+    features = [
+        Feature(
+            name,
+            gives=frozenset({Capability.MASTERS_APART}),
+            needs=frozenset({Capability.SHARDED_STATE}),
+            way_out="set zero.stage to 1, 2 or 3, with one rank as well",
+        )
+    ]
+    if state == "disk" and not path:
+        features.append(Feature(name, needs=frozenset({Capability.FOLDER}), way_out="name one in offload.path"))
+    return features
+
+
+def delayed_update(on: bool) -> list[Feature]:
+    """One step of delay: the update runs in the background, beside the forward that reads the old values."""
+    if not on:
+        return []
+    name = "offload.delayed_update"
+    apart, alone = frozenset({Capability.MASTERS_APART}), frozenset({Capability.ELEMENTWISE})
+    return [
+        Feature(name, needs=apart, way_out='set offload.state to "host" or "disk"'),
+        Feature(name, needs=alone, way_out="use adam, adamw, sgd, lion or adagrad"),
+    ]
 
 
 def conflicts(features: Sequence[Feature]) -> list[str]:

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from trilithon.contracts import Update
+from trilithon.contracts import StateStore, Update
 from trilithon.errors import ConfigError, ProtocolError
 from trilithon.optim.adagrad import AdagradRule
 from trilithon.optim.adam import AdamRule
 from trilithon.optim.elementwise import Elementwise, Rule, Settings
 from trilithon.optim.foreign import Foreign
 from trilithon.optim.groups import AnyOptimizer, Group, OptimizerSettings
-from trilithon.optim.lamb import Lamb
+from trilithon.optim.lamb import LAMB_FIELDS, Lamb
 from trilithon.optim.lion import LionRule
 from trilithon.optim.probe import why_not_elementwise
 from trilithon.optim.sgd import SgdRule
@@ -49,23 +49,25 @@ def make_update(
     *,
     whole: bool = False,
     device: torch.device | str = "cpu",
+    store: StateStore | None = None,
 ) -> Update:
     """The update rule for `optimizer` over `groups` (of `groups_of`, read live at every step).
 
     names: every parameter that any rank updates, in the same order on all ranks. whole: each rank holds every parameter
     whole (no sharding), so a rule that is not elementwise can run too. device: where ranks add up small vectors.
+    store: where state rests, closed with the rule; None keeps it where the masters are.
     Raises ConfigError if the optimizer cannot run over slices, or has already made steps of its own.
     """
     if isinstance(optimizer, OptimizerSettings):
         if optimizer.kind == "lamb":
-            return Lamb(groups, names, device)
-        return Elementwise(_RULES_BY_KIND[optimizer.kind], groups)
+            return Lamb(groups, names, device, store)
+        return Elementwise(_RULES_BY_KIND[optimizer.kind], groups, store=store)
     owner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _owner(groups)
     _refuse_used(owner)
-    rule = _RULES_BY_TYPE.get(type(owner))
-    if rule is not None and not any(group.get(flag) for group in groups for flag in _EXOTIC):
+    rule = _rule_like(owner, groups)
+    if rule is not None:
         owner.state.clear()  # Adagrad allocates its sums when it is made
-        return Elementwise(rule, groups, owner.register_step_pre_hook(_refuse_step))
+        return Elementwise(rule, groups, owner.register_step_pre_hook(_refuse_step), store)
     reason = None if whole else why_not_elementwise(owner)
     if reason is not None:
         raise ConfigError(
@@ -73,6 +75,27 @@ def make_update(
             'holds whole parameters, or an elementwise optimizer, or optimizer.kind="lamb" for per-parameter scaling.'
         )
     return Foreign(owner, groups, whole=whole)
+
+
+def state_fields(optimizer: AnyOptimizer, groups: Sequence[Settings]) -> int | None:
+    """Tensors that the rule for `optimizer` keeps per element beside the masters; None if the optimizer runs itself."""
+    if isinstance(optimizer, OptimizerSettings) and optimizer.kind == "lamb":
+        return len(LAMB_FIELDS)
+    rule: Rule | None
+    if isinstance(optimizer, OptimizerSettings):
+        rule = _RULES_BY_KIND.get(optimizer.kind)
+    else:
+        rule = _rule_like(optimizer if isinstance(optimizer, torch.optim.Optimizer) else _owner(groups), groups)
+    if rule is None:
+        return None
+    moving = [{**group, "momentum": group.get("momentum") or 0.9} for group in groups]  # it may be switched on later
+    return max((len(rule.fields(group)) for group in moving), default=0)
+
+
+def _rule_like(owner: torch.optim.Optimizer, groups: Sequence[Settings]) -> Rule | None:
+    """The rule of ours that does what a torch optimizer does."""
+    exotic = any(group.get(flag) for group in groups for flag in _EXOTIC)
+    return None if exotic else _RULES_BY_TYPE.get(type(owner))
 
 
 def _owner(groups: Sequence[Settings]) -> torch.optim.Optimizer:

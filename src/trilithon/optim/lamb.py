@@ -7,6 +7,7 @@ are made whole by one small sum over the ranks, two numbers per parameter in an 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,15 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trilithon.contracts import ReduceOp, Shard, Slice, State, StateStore, SyncMode
+from trilithon.contracts import ReduceOp, Shard, Slice, StateStore, SyncMode
+from trilithon.errors import TierError
 from trilithon.kernels import sum_of_squares
 from trilithon.kernels.chunks import chunks
-from trilithon.optim.elementwise import Settings, read_updates
+from trilithon.optim.elementwise import READ_AHEAD, Settings, read_updates
 from trilithon.optim.formulas import lamb_direction, lamb_moments_, lamb_ratio
 from trilithon.optim.participation import Participation, cut
-from trilithon.tiers import ResidentStore, filled
+from trilithon.tiers import HostLink, ResidentStore, filled, home_of
 
 _NAME = "lamb"
+LAMB_FIELDS = ("exp_avg", "exp_avg_sq")
 
 
 class Lamb:
@@ -44,6 +47,7 @@ class Lamb:
         self._device = device
         self._participation = Participation()
         self._store = store if store is not None else ResidentStore()
+        self._link = HostLink()
 
     def sync_mode(self, step: int) -> SyncMode:
         return SyncMode.MEAN
@@ -59,19 +63,43 @@ class Lamb:
     ) -> None:
         self._participation.begin(slices)
         squares = [[0.0, 0.0] for _ in self._place]  # of the weights and of the direction, per parameter
-        for slice_ in slices:
-            with self.state(slice_, write=True) as state:
-                self._move_moments(slice_, state, grad_scale)
+        failure: TierError | None = None
+        try:
+            for slice_, state in self._borrowed(slices):
+                if state is None:
+                    continue
+                with self._link.near(slice_, home_of(slice_, state), write=False) as near:
+                    self._move_moments(near, state, grad_scale)
                 for shard, weights, direction in self._directions(slice_, state):
                     mine = squares[self._place[shard.name]]
                     mine[0] += sum_of_squares(weights)
                     mine[1] += sum_of_squares(direction)
+        except TierError as error:  # the other ranks wait for the sums
+            failure = error
         packed = torch.tensor(squares, dtype=torch.float64, device=self._device).reshape(-1)
         totals = combine(packed, ReduceOp.SUM).reshape(-1, 2).tolist()
-        for slice_ in slices:
-            with self.state(slice_, write=True) as state:
+        if failure is not None:
+            raise failure
+        for slice_, state in self._borrowed(slices):
+            if state is not None:
                 self._move_weights(slice_, state, totals)
             done(slice_)
+
+    def _borrowed(self, slices: Sequence[Slice]) -> Iterator[tuple[Slice, Mapping[str, Tensor] | None]]:
+        """Each slice with its state, to be changed, while the next ones are read; None where nothing moves."""
+        moving = [slice_ for slice_ in slices if any(shard.name not in slice_.idle for shard in slice_.shards)]
+        following = iter(moving)
+        ahead = list(itertools.islice(following, READ_AHEAD + 1))
+        for slice_ in slices:
+            if not ahead or slice_ is not ahead[0]:
+                yield slice_, None
+                continue
+            ahead.pop(0)
+            with self.state(slice_, write=True) as state:
+                for coming in ahead:
+                    self._store.prefetch(coming.key)
+                ahead += itertools.islice(following, 1)
+                yield slice_, state
 
     def _move_moments(self, slice_: Slice, state: Mapping[str, Tensor], grad_scale: float) -> None:
         settings = self.groups[slice_.group]
@@ -90,7 +118,7 @@ class Lamb:
             )
             weights.sub_(direction.mul_(float(settings["lr"]) * ratio))
         if slice_.low is not None:
-            slice_.low.copy_(slice_.master)
+            slice_.low.copy_(state["master"])
 
     def _directions(self, slice_: Slice, state: Mapping[str, Tensor]) -> Iterator[tuple[Shard, Tensor, Tensor]]:
         """Cache-sized parts of every shard: (shard, weights [m], direction [m]); the direction is made anew each time.
@@ -100,7 +128,7 @@ class Lamb:
         settings = self.groups[slice_.group]
         for shard in (shard for shard in slice_.shards if shard.name not in slice_.idle):
             span = slice(shard.offset, shard.offset + shard.numel)
-            p, m, v = slice_.master[span], state["exp_avg"][span], state["exp_avg_sq"][span]
+            p, m, v = state["master"][span], state["exp_avg"][span], state["exp_avg_sq"][span]
             for part in chunks(p):
                 direction = lamb_direction(
                     torch.empty_like(p[part]),
@@ -117,10 +145,10 @@ class Lamb:
 
     @contextmanager
     def state(self, slice_: Slice, *, write: bool = False) -> Iterator[Mapping[str, Tensor]]:
-        def make() -> State:
-            return {name: filled(slice_.master, 0.0) for name in ("exp_avg", "exp_avg_sq")}
-
-        with self._store.borrow(slice_.key, make, write=write) as state:
+        with self._store.borrow(slice_.key, dict, write=write) as state:
+            for name in LAMB_FIELDS:
+                if name not in state:
+                    state[name] = filled(state.get("master", slice_.master), 0.0)
             yield {"master": slice_.master, **state}
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,3 +162,4 @@ class Lamb:
 
     def close(self) -> None:
         self._store.close()
+        self._link.close()

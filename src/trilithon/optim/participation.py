@@ -54,9 +54,10 @@ class Participation:
 
 
 def cut(slice_: Slice, state: Mapping[str, Tensor], start: int, stop: int) -> tuple[Slice, dict[str, Tensor]]:
-    """The range [start, stop) of a slice and of its state, as views."""
-    if start == 0 and stop == slice_.master.numel():
-        return slice_, dict(state)
+    """The range [start, stop) of a slice and of its state, as views. A master that rests in the state comes along."""
+    master = state.get("master", slice_.master)
+    if start == 0 and stop == master.numel():
+        return slice_ if master is slice_.master else replace(slice_, master=master), dict(state)
     low = None if slice_.low is None else slice_.low[start:stop]
-    part = replace(slice_, master=slice_.master[start:stop], grad=slice_.grad[start:stop], low=low, shards=[])
+    part = replace(slice_, master=master[start:stop], grad=slice_.grad[start:stop], low=low, shards=[])
     return part, {name: value[start:stop] for name, value in state.items()}

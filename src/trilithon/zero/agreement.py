@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trilithon.contracts import Collectives, ReduceOp, Tag
+from trilithon.errors import TierError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,14 @@ class Agreement:
         vector = torch.tensor(flags, dtype=torch.int32, device=self._device)
         self._control.all_reduce(vector, Tag(what, step=self.step), ReduceOp.MAX).wait()
         return [bool(value) for value in vector.tolist()]
+
+    def raise_together(self, error: TierError | None, what: str) -> None:
+        """Raises TierError on every rank, naming the ranks that failed, if any rank has an error."""
+        if not self.any_rank([error is not None], what)[0]:
+            return
+        told = self.exchange(str(error) if error is not None else None, what)
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+        raise TierError(f"{what} failed on {len(failed)} of {len(told)} ranks. " + " ".join(failed)) from error
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """One small value from every rank, in rank order."""

@@ -22,13 +22,16 @@ from trilithon.zero.unit import Unit
 class Holding:
     """Opens contexts over the parameters of `units` and over `outside`, parameters that are whole and in no unit.
 
-    any_rank: agrees on flags over all ranks. residency: None where everything is whole.
+    any_rank: agrees on flags over all ranks. take_over: of rewritten parameters, as (unit, index).
+    residency: None where everything is whole.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 (made once, by the sharding)
         self, units: Sequence[Unit], outside: Sequence[Entry], control: Collectives, residency: GatherOnUse | None,
         any_rank: Callable[[Sequence[bool], str], list[bool]],
+        take_over: Callable[[Sequence[tuple[Unit, int]]], None],
     ) -> None:  # fmt: skip
+        self._keep = take_over
         self._units, self._outside, self._control, self._any_rank = units, outside, control, any_rank
         self._residency = residency
         self._reading: list[dict[str, tuple[int, int]]] = []  # fingerprints of the open contexts
@@ -84,8 +87,7 @@ class Holding:
     ) -> None:
         for name, value in values.items():
             self._control.broadcast(value.data, source, Tag("gathered(modify=)", (name,), step)).wait()
-        for unit, index in places:
-            unit.take_over(index)
+        self._keep(places)
         written = fingerprints(values)
         for outer in self._reading:  # contexts around this one do not take the write for a stray one
             outer.update((name, written[name]) for name in outer.keys() & written.keys())

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trilithon.config import ZeroConfig
 from trilithon.contracts import Collectives, ReduceOp, Slice, SyncMode, Tag
-from trilithon.errors import ProtocolError
+from trilithon.errors import ProtocolError, TierError
 from trilithon.kernels import sum_of_squares
 from trilithon.zero import grouping, window
 from trilithon.zero.agreement import Agreement, Settled
@@ -36,6 +36,7 @@ from trilithon.zero.held_gradient import HeldGradients, hide_all
 from trilithon.zero.holding import Holding
 from trilithon.zero.init import built_values
 from trilithon.zero.layout import FlatLayout
+from trilithon.zero.masters import Masters, Placement
 from trilithon.zero.materialize import initial_values, refuse_unready
 from trilithon.zero.publishing import Publishing
 from trilithon.zero.reduction import ReductionQueue
@@ -43,6 +44,7 @@ from trilithon.zero.residency import GatherOnUse, in_backward
 from trilithon.zero.sharded_parameter import forget_owner, set_owner
 from trilithon.zero.unit import Unit
 
+T = TypeVar("T")
 _RUNNING: list[ZeroSharding] = []  # whose backward autograd is executing; innermost last
 
 
@@ -73,8 +75,9 @@ class ZeroSharding:
 
     def __init__(  # noqa: PLR0917 (made once, by engine.build)
         self, model: nn.Module, group_of: Callable[[nn.Parameter], int], settings: ZeroConfig, comm: Communicators,
-        precisions: Precisions, device: torch.device,
+        precisions: Precisions, device: torch.device, placement: Placement | None = None,
     ) -> None:  # fmt: skip
+        """placement: where masters rest; None on the device."""
         self.stage = settings.stage if comm.control.world_size > 1 else min(settings.stage, 1)
         self._comm, self._precisions, self._device = comm, precisions, device
         self._step, self._micro, self._window_open = -1, -1, False
@@ -83,6 +86,8 @@ class ZeroSharding:
         for entry in self.entries:
             refuse_unready(entry.name, entry.param)
         self._frozen = [entry for entry in self.entries if not entry.param.requires_grad]
+        trained = sum(entry.param.numel() for entry in self.entries if entry.trainable)
+        self._masters = Masters(placement, trained // (self.world_size if self.stage else 1))
         self.units = [self._make_unit(plan, index) for index, plan in enumerate(self._plans(model, settings))]
         self._replicate_frozen()
         trainable = [unit for unit in self.units if unit.trainable]
@@ -90,10 +95,14 @@ class ZeroSharding:
         self._queue = ReductionQueue(self._gradients, comm.control, overlap=settings.overlap, may_block=self.stage < 3)
         self._residency = self._make_residency(model, settings) if self.stage == 3 else None
         self._agree = Agreement(comm.control, device)
-        self._holding = Holding(self.units, self._outside, comm.control, self._residency, self._agree.any_rank)
+        self.before_hold: Callable[[], None] = lambda: None  # what has to happen before values are read or rewritten
+        self._fallible = placement is not None and placement.fallible
+        self._holding = Holding(
+            self.units, self._outside, comm.control, self._residency, self._agree.any_rank, self._take_over
+        )
         for entry in self.entries:
             set_owner(entry.param, self, keep=False)
-        self._cut = Cut.of(self._gradients)
+        self._cut = Cut.of(self._gradients, self._masters)
         self._publishing = Publishing(trainable, self._cut.keys_of)
         self._hooks: list[RemovableHandle] = []
         for index, gradients in enumerate(self._gradients):
@@ -135,7 +144,7 @@ class ZeroSharding:
             whole_values=plan.whole,
         )
         self._module_of_unit = {**getattr(self, "_module_of_unit", {}), unit: plan.module}
-        unit.adopt(initial_values(unit, self._comm.gather, self._device))
+        self._masters.adopt(unit, initial_values(unit, self._comm.gather, self._device))
         return unit
 
     def _make_gradients(self, unit: Unit) -> UnitGradients:
@@ -386,7 +395,8 @@ class ZeroSharding:
         if kind not in ("param", "master"):
             raise ProtocolError(f"unknown kind '{kind}'; there are 'param', 'master' and 'grad'")
         master = kind == "master"
-        yield from self.full_of(lambda unit: unit.master if master and unit.trainable else unit.shard, names)
+        own_of = lambda unit: self._masters.of(unit) if master and unit.trainable else unit.shard  # noqa: E731
+        yield from self.full_of(own_of, names)
         wanted = set(names)
         for entry in self._outside:
             if entry.name in wanted:
@@ -397,7 +407,7 @@ class ZeroSharding:
         wanted = set(names)
         for unit in self.units:
             fields = [field for field in unit.layout.fields if field.name in wanted]
-            own = own_of(unit) if fields else None
+            own = self.together(lambda unit=unit: own_of(unit), "reading state") if fields else None  # type: ignore[misc]
             if own is None:
                 continue
             whole = own
@@ -406,6 +416,32 @@ class ZeroSharding:
                 self._comm.gather.all_gather(whole, own, unit.tag(self._step)).wait()
             for field in fields:
                 yield field.name, whole[field.start : field.stop].view(field.shape)
+
+    def raise_together(self, error: TierError | None, what: str) -> None:
+        """If this rank or another one has an error, all raise it. Collective if state is on disk, else nothing."""
+        if self._fallible:
+            self._agree.raise_together(error, what)
+        elif error is not None:
+            raise error
+
+    def together(self, action: Callable[[], T], what: str) -> T:
+        """Do what may fail on one rank alone. Collective if state is on disk; then TierError is raised on all ranks."""
+        if not self._fallible:
+            return action()
+        found, error = None, None
+        try:
+            found = action()
+        except TierError as caught:
+            error = caught
+        self.raise_together(error, what)
+        return cast(T, found)
+
+    def _take_over(self, places: Sequence[tuple[Unit, int]]) -> None:
+        def all_of_them() -> None:
+            for unit, index in places:
+                self._masters.take_over(unit, index)
+
+        self.together(all_of_them, "gathered(modify=)")
 
     def slices_of(self, unit: Unit) -> list[tuple[Slice, int, int]]:
         """(slice, start, stop) in the unit's owned range."""
@@ -420,6 +456,7 @@ class ZeroSharding:
         return self.hold([entry.param for entry in self.entries if entry.name in wanted], modify)
 
     def hold(self, params: Sequence[nn.Parameter], modify: int | None) -> AbstractContextManager[Mapping[str, Tensor]]:
+        self.before_hold()
         return self._holding.hold(params, modify, self._step)
 
     def begin_uneven(self) -> None:
@@ -441,7 +478,7 @@ class ZeroSharding:
         size = Tensor.element_size
         values = sum((u.flat if u.whole_values else u.shard).numel() * size(u.flat) for u in self.units)
         outside = sum(e.param.numel() * size(e.param) for e in self._outside)
-        master = sum(u.master.numel() * size(u.master) for u in self.units if u.master.data_ptr() != u.shard.data_ptr())
+        master = sum(self._masters.bytes(unit) for unit in self.units)
         live = sum(u.flat.untyped_storage().nbytes() for u in self.units if not u.whole_values)
         gradients = sum(g.bytes() for g in self._gradients)
         return {"parameters": values + outside, "gradients": gradients, "master": master, "in_flight": live}
