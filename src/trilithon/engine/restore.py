@@ -98,7 +98,9 @@ class Restore:
     def _with_newcomers(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         """A parameter whose moments begin at zero has made no update, so that its bias is corrected from the first."""
         restored = {name for _, name in self._plan.fields}
-        fresh = [name for group in self._engine._groups for name in group.names if name not in restored]
+        numel = {entry.name: entry.param.numel() for entry in self._engine._sharding.entries}
+        names = [name for group in self._engine._groups for name in group.names]
+        fresh = [name for name in names if name not in restored and numel[name]]
         if not restored or "missed" not in saved:
             return saved
         return {**saved, "missed": {**saved["missed"], **dict.fromkeys(fresh, saved["updates"])}}
