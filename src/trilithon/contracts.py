@@ -74,6 +74,10 @@ class Collectives(Protocol):
         """full: [world_size * n]; shard: [n], which may be `full`'s own slice (in place)."""
         ...
 
+    def all_to_all(self, out: Tensor, full: Tensor, tag: Tag) -> Handle:
+        """out [world_size * n], in rank order: the slice [n] that each rank has for this one in its `full`."""
+        ...
+
     def reduce_scatter(
         self, full: Tensor, out: Tensor, tag: Tag, *, scale: float = 1.0, accumulate: bool = False
     ) -> Handle:
