@@ -195,6 +195,21 @@ class Update(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
+    def rank_state(self) -> dict[str, Tensor]:
+        """What belongs to this rank and not to elements of slices (what compression has not sent yet); {} mostly."""
+        ...
+
+    def load_rank_state(
+        self, state: Mapping[str, Tensor], saved_ranks: Sequence[Mapping[str, Tensor]] | None = None
+    ) -> None:
+        """After `load_state_dict`. state: this rank's own. With another number of ranks, saved_ranks: those of all
+        ranks that saved, in order; it may be called for one name after the other."""
+        ...
+
+    def synchronize(self, slices: Sequence[Slice]) -> bool:
+        """Collective. Ranks that have moved on their own since they last communicated become one again; True if so."""
+        ...
+
     def bytes(self) -> dict[str, int]:
         """What the rule keeps on this rank, masters not counted, by tier: "device", "host", "disk"."""
         ...

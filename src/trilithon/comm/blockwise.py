@@ -45,8 +45,8 @@ class Blockwise:
         at = numel * self._bits // 8
         codes = torch.zeros(self._blocks(numel) * self._size(numel), dtype=torch.uint8, device=out.device)
         codes[:numel] = self._unpack(payload[:at])
-        low, step = read_floats(payload[at:]).view(-1, 2).split(1, dim=1)
-        values = _values(codes.view(-1, self._size(numel)), low, step).view(-1)[:numel]
+        ranges = read_floats(payload[at:]).view(-1, 2)
+        values = _values(codes.view(-1, self._size(numel)), ranges[:, :1], ranges[:, 1:]).view(-1)[:numel]
         out.add_(values) if accumulate else out.copy_(values)
 
     def _size(self, numel: int) -> int:

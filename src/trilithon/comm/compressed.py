@@ -97,13 +97,18 @@ class CompressedAllReduce:
         by.encode_(z.view(rows, -1), payload, Rows(real, counted))
         if not self._feedback:
             z.zero_()
-        if inactive is not None:
+        if inactive is not None and kept is not None:
             z[inactive] = kept
         return payload.view(-1)
 
     def _real(self, first: int, count: int) -> list[int]:
         """How many elements of each of the chunks [first, first + count) are not padding."""
         return [min(max(self.numel - (first + i) * self.chunk, 0), self.chunk) for i in range(count)]
+
+    @property
+    def rank(self) -> int:
+        """Which chunk this rank serves."""
+        return self._group.rank
 
     def bytes(self) -> int:
         """Bytes of the residuals."""

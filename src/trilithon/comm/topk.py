@@ -19,7 +19,7 @@ _F16_MAX = 65504.0
 
 
 class TopK:
-    """ratio: of the elements that are kept, at least one. value_bytes: 4 (fp32), or 2 (fp16; what it rounds is lost)."""
+    """ratio: of the elements that are kept, at least one. value_bytes: 4 (fp32), or 2 (fp16, rounded)."""
 
     name = "topk"
 

@@ -28,7 +28,9 @@ def _encode(z_ptr, bits_ptr, count, scale, BLOCK: tl.constexpr):  # type: ignore
 
 
 @triton.jit
-def _decode(bits_ptr, out_ptr, count, scale, ADD: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _decode(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - kernels take their arguments by position
+    bits_ptr, out_ptr, count, scale, ADD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     byte = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     place = tl.arange(0, 8)
     index = byte[:, None] * 8 + place[None, :]

@@ -132,7 +132,8 @@ def test_without_error_feedback_sums_are_wrong(world_size):
     for name, reduce in (("good", good), ("bad", bad)):
         total = sum(run(reduce, group, us) for _ in range(50))
         apart[name] = float((total / 50 - mean).norm() / mean.norm())
-    assert apart["good"] < 0.1 < 0.5 < apart["bad"]
+    assert apart["good"] < 0.1
+    assert apart["bad"] > 0.5
     assert not bad.residual.any()
 
 
