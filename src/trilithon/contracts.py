@@ -74,6 +74,10 @@ class Collectives(Protocol):
         """full: [world_size * n]; shard: [n], which may be `full`'s own slice (in place)."""
         ...
 
+    def all_to_all(self, out: Tensor, full: Tensor, tag: Tag) -> Handle:
+        """out [world_size * n], in rank order: the slice [n] that each rank has for this one in its `full`."""
+        ...
+
     def reduce_scatter(
         self, full: Tensor, out: Tensor, tag: Tag, *, scale: float = 1.0, accumulate: bool = False
     ) -> Handle:
@@ -190,6 +194,21 @@ class Update(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def rank_state(self) -> dict[str, Tensor]:
+        """What belongs to this rank and not to elements of slices (what compression has not sent yet); {} mostly."""
+        ...
+
+    def load_rank_state(
+        self, state: Mapping[str, Tensor], saved_ranks: Sequence[Mapping[str, Tensor]] | None = None
+    ) -> None:
+        """After `load_state_dict`. state: this rank's own. With another number of ranks, saved_ranks: those of all
+        ranks that saved, in order; it may be called for one name after the other."""
+        ...
+
+    def synchronize(self, slices: Sequence[Slice]) -> bool:
+        """Collective. Ranks that have moved on their own since they last communicated become one again; True if so."""
+        ...
 
     def bytes(self) -> dict[str, int]:
         """What the rule keeps on this rank, masters not counted, by tier: "device", "host", "disk"."""

@@ -149,6 +149,25 @@ class Group:
             slices[self._rank].copy_(shard.view(-1))
         return self._spread(call, slices)
 
+    def all_to_all(self, out: Tensor, full: Tensor, tag: Tag) -> Handle:
+        """out [W n], in rank order: the slice [n] that each rank has for this one in its full [W n]. Not in place."""
+        numel = full.numel() // self._world_size
+        assert full.is_contiguous() and out.is_contiguous() and full.numel() == out.numel() == self._world_size * numel
+        assert full.dtype == out.dtype, f"all_to_all of {full.dtype} into {out.dtype}"
+        sent = cost.all_to_all_bytes(numel, full.dtype.itemsize, self._world_size)
+        call = self._issue("all_to_all", full, tag, elements=(full.numel(), out.numel()), sent=sent)
+        if full.is_cuda and self._process_group is not None:
+            return self._pending(call, native.all_to_all(self._process_group, out, full))
+        slices, into = _slices(full, self._world_size), _slices(out, self._world_size)
+        into[self._rank].copy_(slices[self._rank])
+        if self._pairs is None or self._world_size == 1:
+            return _DONE
+        peers = list(self._pairs.peers())
+        exchange = self._pairs.exchange(
+            call.code, [(peer, slices[peer]) for peer in peers], [(peer, into[peer]) for peer in peers]
+        )
+        return _Pending(self, call, exchange.wait, None)
+
     def reduce_scatter(
         self, full: Tensor, out: Tensor, tag: Tag, *, scale: float = 1.0, accumulate: bool = False
     ) -> Handle:

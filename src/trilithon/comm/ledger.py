@@ -36,6 +36,7 @@ class Sent:
     all_reduce_bytes: int = 0
     broadcast_bytes: int = 0
     all_gather_object_bytes: int = 0
+    all_to_all_bytes: int = 0
     total_bytes: int = 0
     calls: int = 0
 
@@ -48,6 +49,11 @@ def all_gather_bytes(shard_numel: int, itemsize: int, world_size: int) -> int:
 def reduce_scatter_bytes(shard_numel: int, itemsize: int, world_size: int) -> int:
     """Bytes one rank sends so that every rank holds the sum of its own `shard_numel` elements."""
     return (world_size - 1) * shard_numel * itemsize
+
+
+def all_to_all_bytes(slice_numel: int, itemsize: int, world_size: int) -> int:
+    """Bytes one rank sends when it has a slice of its own for every other rank."""
+    return (world_size - 1) * slice_numel * itemsize
 
 
 def all_reduce_bytes(numel: int, itemsize: int, world_size: int) -> int:

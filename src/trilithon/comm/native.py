@@ -25,6 +25,12 @@ def all_gather(group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> dist.Wo
     return work
 
 
+def all_to_all(group: dist.ProcessGroup, out: Tensor, full: Tensor) -> dist.Work | None:
+    """out [W n]: what every rank had for this one in its full [W n]."""
+    work: dist.Work | None = dist.all_to_all_single(out.view(-1), full.view(-1), group=group, async_op=True)
+    return work
+
+
 def reduce_scatter(
     group: dist.ProcessGroup, full: Tensor, out: Tensor, add: Add, *, scale: float, accumulate: bool
 ) -> tuple[dist.Work | None, Callable[[], None]]:

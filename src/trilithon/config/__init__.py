@@ -9,6 +9,7 @@ from trilithon.config.base import Dtype, Section
 from trilithon.config.batch import BatchConfig, ResolvedBatch, data_parallel_size
 from trilithon.config.checkpoints import CheckpointConfig
 from trilithon.config.comm import CommConfig
+from trilithon.config.compressed import ApmSqueeze, OneBitAdam, OneBitLamb, ZeroOneAdam
 from trilithon.config.monitor import MonitorConfig
 from trilithon.config.offload import OffloadConfig
 from trilithon.config.optimizer import Adagrad, Adam, AdamW, Lamb, Lion, OptimizerConfig, Sgd
@@ -35,6 +36,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "ApmSqueeze",
     "BatchConfig",
     "Bf16",
     "CheckpointConfig",
@@ -54,6 +56,8 @@ __all__ = [
     "MonitorConfig",
     "NonFinite",
     "OffloadConfig",
+    "OneBitAdam",
+    "OneBitLamb",
     "OneCycle",
     "OptimizerConfig",
     "Origin",
@@ -70,6 +74,7 @@ __all__ = [
     "WarmupDecayLr",
     "WarmupLr",
     "ZeroConfig",
+    "ZeroOneAdam",
     "data_parallel_size",
     "examine",
     "explain",

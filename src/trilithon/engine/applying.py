@@ -62,7 +62,9 @@ class Applying:
         """This step's gradient is dropped."""
 
     def drain(self) -> None:
-        """Apply what waits, if anything does. Collective then."""
+        """Make ranks one that moved on their own, if they did. Collective then."""
+        if self._update.synchronize(self._sharding.slices()):
+            self._sharding.publish()
 
     def bytes(self) -> int:
         """Kept for gradients that wait."""

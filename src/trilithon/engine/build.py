@@ -33,6 +33,7 @@ from trilithon.optim.build import make_update
 from trilithon.optim.groups import AnyOptimizer, OptimizerSettings, groups_of
 from trilithon.optim.groups import Group as ParameterGroup
 from trilithon.optim.learning_rate import AnySchedule, LearningRate
+from trilithon.optim.link import Link
 from trilithon.optim.loss_scale import DynamicScale, NoScale, StaticScale
 from trilithon.zero.grouping import FROZEN
 from trilithon.zero.masters import Placement
@@ -97,7 +98,7 @@ def initialize(
     if monitor is not None:
         monitor.details = sharding.bytes
     try:
-        update = _update(chosen, groups, sharding, device, placement)
+        update = _update(chosen, groups, sharding, comm, device, placement)
     except ConfigError:  # raised alike on every rank: the caller gets an ordinary model back
         sharding.close()
         _close(placement)
@@ -285,14 +286,17 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _update(
-    optimizer: AnyOptimizer | None, groups: list[ParameterGroup], sharding: ZeroSharding, device: torch.device,
-    placement: Placement | None,
+    optimizer: AnyOptimizer | None, groups: list[ParameterGroup], sharding: ZeroSharding, comm: Communicators,
+    device: torch.device, placement: Placement | None,
 ) -> Update | None:  # fmt: skip
     if optimizer is None:
         return None
     store = placement.store if placement is not None else None
     whole = sharding.stage == 0
-    return make_update(optimizer, groups, sharding.trainable_names, whole=whole, device=device, store=store)
+    complete = whole or comm.reduce.world_size == 1
+    link = Link(comm.reduce, sharding.local.items, sharding.local.shapes(), complete, device)
+    names = sharding.trainable_names
+    return make_update(optimizer, groups, names, whole=whole, device=device, store=store, link=link)
 
 
 def _placement(  # noqa: PLR0917 (called once, with everything that build has made)

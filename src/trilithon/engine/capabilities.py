@@ -22,6 +22,8 @@ class Capability(Enum):
     LAYER_NORMS = "per-parameter norms over ranks"
     MASTERS_APART = "masters that are not the parameters themselves"
     FOLDER = "a folder (offload.path)"
+    WHOLE_GRADIENTS = "whole local gradients until the update"
+    MOVABLE_STATE = "an update rule whose state may rest elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,12 @@ class Feature:
 
 def zero_stage(stage: int) -> Feature:
     """ZeRO's side of the contract."""
+    whole = {Capability.WHOLE_GRADIENTS} if stage < 2 else set()
     if stage == 0:
-        return Feature("zero.stage=0", gives=frozenset({Capability.WHOLE_PARAMETERS, Capability.LAYER_NORMS}))
+        return Feature("zero.stage=0", gives=frozenset({Capability.WHOLE_PARAMETERS, Capability.LAYER_NORMS, *whole}))
     return Feature(
         f"zero.stage={stage}",
-        gives=frozenset({Capability.SHARDED_STATE, Capability.LAYER_NORMS}),
+        gives=frozenset({Capability.SHARDED_STATE, Capability.LAYER_NORMS, *whole}),
         needs_any=frozenset({Capability.ELEMENTWISE, Capability.LAYER_NORMS}),
         way_out="use zero.stage=0, where every rank holds whole parameters, or an elementwise optimizer",
     )
@@ -50,10 +53,28 @@ def zero_stage(stage: int) -> Feature:
 def update_rule(kind: str) -> Feature:
     """The update rule's side. kind: of `OptimizerConfig`, or "foreign" for a user's own optimizer class."""
     if kind == "lamb":
-        return Feature("optimizer lamb", needs=frozenset({Capability.LAYER_NORMS}), way_out="use another optimizer")
+        return Feature(
+            "optimizer lamb",
+            gives=frozenset({Capability.MOVABLE_STATE}),
+            needs=frozenset({Capability.LAYER_NORMS}),
+            way_out="use another optimizer",
+        )
+    if kind == "zero_one_adam":
+        return Feature(
+            "optimizer zero_one_adam",
+            needs=frozenset({Capability.WHOLE_PARAMETERS, Capability.WHOLE_GRADIENTS}),
+            way_out="between its rounds every rank moves its own whole weights: use zero.stage=0, or onebit_adam",
+        )
+    if kind in ("onebit_adam", "onebit_lamb", "apmsqueeze"):
+        return Feature(
+            f"optimizer {kind}",
+            needs=frozenset({Capability.WHOLE_GRADIENTS, Capability.LAYER_NORMS}),
+            way_out="it averages momenta instead of gradients: use zero.stage 0 or 1, or an uncompressed optimizer",
+        )
+    ordinary = frozenset({Capability.ELEMENTWISE, Capability.MOVABLE_STATE})
     if kind == "foreign":  # a probe decides, once its parameters are known
-        return Feature("your own optimizer", gives=frozenset({Capability.ELEMENTWISE}))
-    return Feature(f"optimizer {kind}", gives=frozenset({Capability.ELEMENTWISE}))
+        return Feature("your own optimizer", gives=ordinary)
+    return Feature(f"optimizer {kind}", gives=ordinary)
 
 
 def offloaded_state(state: str, *, path: bool) -> list[Feature]:
@@ -69,6 +90,13 @@ def offloaded_state(state: str, *, path: bool) -> list[Feature]:
             way_out="set zero.stage to 1, 2 or 3, with one rank as well",
         )
     ]
+    features.append(
+        Feature(
+            name,
+            needs=frozenset({Capability.MOVABLE_STATE}),
+            way_out='set offload.state to "device": compressed rules keep their state there; or use adamw or lamb',
+        )
+    )
     if state == "disk" and not path:
         features.append(Feature(name, needs=frozenset({Capability.FOLDER}), way_out="name one in offload.path"))
     return features
@@ -107,7 +135,13 @@ def require_compatible(features: Sequence[Feature]) -> None:
         raise ConfigError("these settings do not go together:\n  - " + "\n  - ".join(found))
 
 
-def compatibility_table(kinds: Iterable[str] = ("adamw", "sgd", "lion", "adagrad", "lamb", "foreign")) -> str:
+_KINDS = (
+    *("adamw", "sgd", "lion", "adagrad", "lamb", "onebit_adam", "onebit_lamb", "zero_one_adam", "apmsqueeze"),
+    "foreign",
+)
+
+
+def compatibility_table(kinds: Iterable[str] = _KINDS) -> str:
     """Markdown: update rules against ZeRO stages, from the same declarations that are checked at run time."""
     lines = ["| update rule | stage 0 | stage 1 | stage 2 | stage 3 |", "| --- | --- | --- | --- | --- |"]
     for kind in kinds:

@@ -341,6 +341,7 @@ class Engine:
 
         At stage 3, ranks that are done serve the gathers of the others until all are. No backward inside.
         """
+        self.drain()
         self._uneven = True
         self._sharding.begin_uneven()
         try:
@@ -456,9 +457,10 @@ class Engine:
         self._checkpointing.require_whole()
 
     def drain(self) -> None:
-        """With a delayed update: apply the gradient that waits, so that parameters and state are those after it.
+        """Make parameters and state those after the last step, on all ranks: apply the gradient that waits (delayed
+        update), and make ranks one that moved on their own (0/1 Adam).
 
-        Collective when one waits. Evaluation, views of whole tensors, `gathered`, `save` and `close` do it themselves.
+        Collective when there is something to do. Evaluation, `uneven`, views of whole tensors, `gathered`, `save` and `close` do it themselves.
         """
         if self._applying is not None and not self._closed:
             self._require_open()

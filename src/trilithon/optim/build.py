@@ -12,17 +12,31 @@ from typing import Any
 
 import torch
 
+from trilithon.config.compressed import ApmSqueeze as ApmSqueezeConfig
+from trilithon.config.compressed import OneBitAdam as OneBitAdamConfig
+from trilithon.config.compressed import OneBitLamb as OneBitLambConfig
+from trilithon.config.compressed import ZeroOneAdam as ZeroOneAdamConfig
 from trilithon.contracts import StateStore, Update
 from trilithon.errors import ConfigError, ProtocolError
 from trilithon.optim.adagrad import AdagradRule
 from trilithon.optim.adam import AdamRule
+from trilithon.optim.apmsqueeze import ApmSqueeze
+from trilithon.optim.compressors import make_compressor
 from trilithon.optim.elementwise import Elementwise, Rule, Settings
 from trilithon.optim.foreign import Foreign
+from trilithon.optim.freeze import Freeze
 from trilithon.optim.groups import AnyOptimizer, Group, OptimizerSettings
 from trilithon.optim.lamb import LAMB_FIELDS, Lamb
+from trilithon.optim.link import Link
 from trilithon.optim.lion import LionRule
+from trilithon.optim.onebit_adam import onebit_adam
+from trilithon.optim.onebit_lamb import OneBitLamb
+from trilithon.optim.phase import Compression
 from trilithon.optim.probe import why_not_elementwise
 from trilithon.optim.sgd import SgdRule
+from trilithon.optim.zero_one_adam import ZeroOneAdam
+
+CompressedConfig = OneBitAdamConfig | OneBitLambConfig | ZeroOneAdamConfig | ApmSqueezeConfig
 
 _RULES_BY_KIND: dict[str, Rule] = {
     "adam": AdamRule(decoupled=False),
@@ -50,17 +64,21 @@ def make_update(
     whole: bool = False,
     device: torch.device | str = "cpu",
     store: StateStore | None = None,
+    link: Link | None = None,
 ) -> Update:
     """The update rule for `optimizer` over `groups` (of `groups_of`, read live at every step).
 
     names: every parameter that any rank updates, in the same order on all ranks. whole: each rank holds every parameter
     whole (no sharding), so a rule that is not elementwise can run too. device: where ranks add up small vectors.
     store: where state rests, closed with the rule; None keeps it where the masters are.
+    link: to the ranks' local gradients, for rules that communicate themselves.
     Raises ConfigError if the optimizer cannot run over slices, or has already made steps of its own.
     """
     if isinstance(optimizer, OptimizerSettings):
         if optimizer.kind == "lamb":
             return Lamb(groups, names, device, store)
+        if isinstance(optimizer, CompressedConfig):
+            return _compressed(optimizer, groups, names, link)
         return Elementwise(_RULES_BY_KIND[optimizer.kind], groups, store=store)
     owner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _owner(groups)
     _refuse_used(owner)
@@ -96,6 +114,36 @@ def _rule_like(owner: torch.optim.Optimizer, groups: Sequence[Settings]) -> Rule
     """The rule of ours that does what a torch optimizer does."""
     exotic = any(group.get(flag) for group in groups for flag in _EXOTIC)
     return None if exotic else _RULES_BY_TYPE.get(type(owner))
+
+
+def _compressed(
+    section: CompressedConfig, groups: Sequence[Settings], names: Sequence[str], link: Link | None
+) -> Update:
+    match section:
+        case OneBitAdamConfig():
+            return onebit_adam(
+                groups,
+                link,
+                freeze_step=section.freeze_step,
+                scale_norm=section.scale_norm,
+                auto_mask=section.auto_mask,
+                per_tensor_scaling=section.per_tensor_scaling,
+            )
+        case ApmSqueezeConfig():
+            server = section.server_compressor
+            by = Compression(
+                make_compressor(section.compressor),
+                make_compressor(server) if server is not None else None,
+                target=section.compress_target,
+                error_feedback=section.error_feedback,
+                auto_mask=section.auto_mask,
+                per_tensor_scaling=section.per_tensor_scaling,
+            )
+            return ApmSqueeze(groups, Freeze(section.freeze_step), by, link)
+        case OneBitLambConfig():
+            return OneBitLamb(groups, names, section, link)
+        case ZeroOneAdamConfig():
+            return ZeroOneAdam(groups, section, link)
 
 
 def _owner(groups: Sequence[Settings]) -> torch.optim.Optimizer:

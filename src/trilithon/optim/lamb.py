@@ -45,7 +45,8 @@ class Lamb:
         self.groups = groups
         self._place = {name: index for index, name in enumerate(names)}
         self._device = device
-        self._participation = Participation()
+        self.totals: list[list[float]] = []  # squares of weights and direction in the last step, by place of the name
+        self.participation = Participation()
         self._store = store if store is not None else ResidentStore()
         self._link = HostLink()
 
@@ -61,7 +62,7 @@ class Lamb:
         done: Callable[[Slice], None],
         combine: Callable[[Tensor, ReduceOp], Tensor],
     ) -> None:
-        self._participation.begin(slices)
+        self.participation.begin(slices)
         squares = [[0.0, 0.0] for _ in self._place]  # of the weights and of the direction, per parameter
         failure: TierError | None = None
         try:
@@ -77,7 +78,7 @@ class Lamb:
         except TierError as error:  # the other ranks wait for the sums
             failure = error
         packed = torch.tensor(squares, dtype=torch.float64, device=self._device).reshape(-1)
-        totals = combine(packed, ReduceOp.SUM).reshape(-1, 2).tolist()
+        self.totals = totals = combine(packed, ReduceOp.SUM).reshape(-1, 2).tolist()
         if failure is not None:
             raise failure
         for slice_, state in self._borrowed(slices):
@@ -104,7 +105,7 @@ class Lamb:
     def _move_moments(self, slice_: Slice, state: Mapping[str, Tensor], grad_scale: float) -> None:
         settings = self.groups[slice_.group]
         betas = (float(settings["betas"][0]), float(settings["betas"][1]))
-        for start, stop, _ in self._participation.runs(slice_):
+        for start, stop, _ in self.participation.runs(slice_):
             part, its = cut(slice_, state, start, stop)
             lamb_moments_(part.grad, its["exp_avg"], its["exp_avg_sq"], betas=betas, grad_scale=grad_scale)
 
@@ -138,7 +139,7 @@ class Lamb:
                     betas=(float(settings["betas"][0]), float(settings["betas"][1])),
                     eps=float(settings["eps"]),
                     weight_decay=float(settings.get("weight_decay", 0.0)),
-                    step=self._participation.of(shard.name),
+                    step=self.participation.of(shard.name),
                     bias_correction=bool(settings.get("bias_correction", True)),
                 )
                 yield shard, p[part], direction
@@ -152,10 +153,21 @@ class Lamb:
             yield {"master": slice_.master, **state}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rule": _NAME, **self._participation.state_dict()}
+        return {"rule": _NAME, **self.participation.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._participation.load(read_updates(state, _NAME), state.get("missed", {}))
+        self.participation.load(read_updates(state, _NAME), state.get("missed", {}))
+
+    def rank_state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_rank_state(
+        self, state: Mapping[str, Tensor], saved_ranks: Sequence[Mapping[str, Tensor]] | None = None
+    ) -> None:
+        """Nothing here belongs to a rank."""
+
+    def synchronize(self, slices: Sequence[Slice]) -> bool:
+        return False
 
     def bytes(self) -> dict[str, int]:
         return self._store.bytes()

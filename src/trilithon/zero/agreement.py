@@ -10,13 +10,14 @@ import torch
 
 from trilithon.contracts import Collectives, ReduceOp, Tag
 from trilithon.errors import TierError
+from trilithon.zero.gradients import UnitGradients
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
     """What all ranks agree on before an update."""
 
-    squared_norm: float  # of the mean gradient as it is stored; not finite when an element is not
+    squared_norm: float  # of the mean gradient as it is stored (see `local` for local ones); tells if all is finite
     idle: frozenset[str]  # parameters that got no gradient on any rank in this window
     extra: tuple[float, ...]  # the caller's numbers, summed over ranks
 
@@ -46,6 +47,12 @@ class Agreement:
         told = self.exchange(str(error) if error is not None else None, what)
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
         raise TierError(f"{what} failed on {len(failed)} of {len(told)} ranks. " + " ".join(failed)) from error
+
+    def idle(self, gradients: Sequence[UnitGradients]) -> frozenset[str]:
+        """The parameters that got no gradient on any rank in this window."""
+        names = [field.name for one in gradients for field in one.unit.layout.fields]
+        used = self.any_rank([here for one in gradients for here in one.used], "unused parameters")
+        return frozenset(name for name, here in zip(names, used, strict=True) if not here)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """One small value from every rank, in rank order."""

@@ -26,9 +26,9 @@ from torch.utils.hooks import RemovableHandle
 from trilithon.config import ZeroConfig
 from trilithon.contracts import Collectives, ReduceOp, Slice, SyncMode, Tag
 from trilithon.errors import ProtocolError, TierError
-from trilithon.kernels import sum_of_squares
 from trilithon.zero import grouping, window
 from trilithon.zero.agreement import Agreement, Settled
+from trilithon.zero.averaged import AveragedGradients
 from trilithon.zero.cutting import Cut
 from trilithon.zero.gradients import UnitGradients
 from trilithon.zero.grouping import UnitPlan
@@ -36,6 +36,7 @@ from trilithon.zero.held_gradient import HeldGradients, hide_all
 from trilithon.zero.holding import Holding
 from trilithon.zero.init import built_values
 from trilithon.zero.layout import FlatLayout
+from trilithon.zero.local import LocalGradients
 from trilithon.zero.masters import Masters, Placement
 from trilithon.zero.materialize import initial_values, refuse_unready
 from trilithon.zero.publishing import Publishing
@@ -82,6 +83,7 @@ class ZeroSharding:
         self._comm, self._precisions, self._device = comm, precisions, device
         self._step, self._micro, self._window_open = -1, -1, False
         self._deferred = self._abandoned = False
+        self._sync = SyncMode.MEAN
         self.entries = list(grouping.entries_of(model, group_of, precisions.low))
         for entry in self.entries:
             refuse_unready(entry.name, entry.param)
@@ -95,6 +97,8 @@ class ZeroSharding:
         self._queue = ReductionQueue(self._gradients, comm.control, overlap=settings.overlap, may_block=self.stage < 3)
         self._residency = self._make_residency(model, settings) if self.stage == 3 else None
         self._agree = Agreement(comm.control, device)
+        self.local = LocalGradients(self._gradients, self._agree, self.world_size)
+        self._averaged = AveragedGradients(self._gradients, self._agree, self._queue, self.rank)
         self.before_hold: Callable[[], None] = lambda: None  # what has to happen before values are read or rewritten
         self._fallible = placement is not None and placement.fallible
         self._holding = Holding(
@@ -202,9 +206,13 @@ class ZeroSharding:
         return self._comm.control.rank
 
     def begin_step(self, sync: SyncMode, step: int) -> None:
-        if sync is not SyncMode.MEAN:
-            raise ProtocolError("update rules that communicate themselves (SyncMode.LOCAL) are not in this version")
+        if sync is SyncMode.LOCAL and self.stage > 1:
+            raise ProtocolError(
+                f"an update rule that communicates itself needs whole gradients on every rank, and zero.stage="
+                f"{self.stage} cuts them during backward. Use zero.stage 0 or 1."
+            )
         self._refuse_unfrozen()
+        self._sync = sync
         self._step = self._agree.step = step
         self._micro = -1
         if self._residency is not None:
@@ -221,7 +229,7 @@ class ZeroSharding:
 
     def micro_step(self, last: bool) -> None:
         self._micro += 1
-        self._deferred = not last and self.stage < 2
+        self._deferred = (not last or self._sync is SyncMode.LOCAL) and self.stage < 2
         self._begin_backward(reduce=not self._deferred)
 
     def micro_step_without_sync(self) -> None:
@@ -286,34 +294,9 @@ class ZeroSharding:
 
     def settle(self, extra: Sequence[float] = ()) -> Settled:
         """Agree on the gradient of this window. Collective; may be called again with the same result."""
-        missing = [not all(gradients.used) for gradients in self._gradients]
-        numbers = [self._squared_norm(), float(sum(missing)), self._count_dirty(), *extra]
-        agreed = self._agree.sum(numbers, "gradient norm")
-        if agreed[2] > 0:
-            dirty = self._agree.any_rank([g.dirty or g.result is None for g in self._gradients], "late gradients")
-            self._queue.flush_late([index for index, late in enumerate(dirty) if late])
-            agreed[0] = self._agree.sum([self._squared_norm()], "gradient norm")[0]
-        idle: frozenset[str] = frozenset()
-        if agreed[1] > 0:
-            names = [field.name for g in self._gradients for field in g.unit.layout.fields]
-            used = self._agree.any_rank([u for g in self._gradients for u in g.used], "unused parameters")
-            idle = frozenset(name for name, here in zip(names, used, strict=True) if not here)
-        self._spread()
+        settled = (self.local if self.keeps_local else self._averaged).settle(extra, self._step, self._micro)
         self._cut.hand_out_gradients()
-        return Settled(agreed[0], idle, tuple(agreed[3:]))
-
-    def _squared_norm(self) -> float:
-        """Of the part that this rank has reduced: every element counts on exactly one rank."""
-        total = 0.0
-        for gradients in self._gradients:
-            if gradients.result is not None:
-                low, high = gradients.unit.layout.owned(self.rank)
-                whole = gradients.unit.own == (0, gradients.unit.layout.padded)
-                total += sum_of_squares(gradients.result[low:high] if whole else gradients.result)
-        return total
-
-    def _count_dirty(self) -> float:
-        return float(sum(gradients.dirty or gradients.result is None for gradients in self._gradients))
+        return settled
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Collective: one small value from every rank, in rank order."""
@@ -322,12 +305,6 @@ class ZeroSharding:
     def non_finite_here(self) -> list[str]:
         """Parameters whose gradient was not finite on this rank before it was reduced."""
         return [name for gradients in self._gradients for name in gradients.non_finite]
-
-    def _spread(self) -> None:
-        handles = [g.spread(g.unit.tag(self._step, self._micro)) for g in self._gradients]
-        for handle in handles:
-            if handle is not None:
-                handle.wait()
 
     def slices(self) -> Sequence[Slice]:
         return self._cut.slices
@@ -383,12 +360,20 @@ class ZeroSharding:
     def trainable_names(self) -> list[str]:
         return [field.name for gradients in self._gradients for field in gradients.unit.layout.fields]
 
+    @property
+    def keeps_local(self) -> bool:
+        """This window began with SyncMode.LOCAL: its gradients are `local`."""
+        return self._sync is SyncMode.LOCAL
+
     def full(self, kind: str, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Collective. Views of one unit's gathered values at a time: clone what should outlive the next item."""
         if kind == "grad":
             if not self._window_open:
                 raise ProtocolError("no gradient is here: ask between the last engine.backward() and engine.step()")
             self.settle()
+            if self.keeps_local:
+                yield from self.full_of(lambda unit: self.local.mean(unit, self._step), names)
+                return
             by_unit = {g.unit.index: g.result for g in self._gradients}
             yield from self.full_of(lambda unit: by_unit.get(unit.index), names)
             return
