@@ -9,8 +9,10 @@ from trilithon.config.base import Dtype, Section
 from trilithon.config.batch import BatchConfig, ResolvedBatch, data_parallel_size
 from trilithon.config.checkpoints import CheckpointConfig
 from trilithon.config.comm import CommConfig
+from trilithon.config.compressed import ApmSqueeze, OneBitAdam, OneBitLamb, ZeroOneAdam
 from trilithon.config.moe import MoEConfig
 from trilithon.config.monitor import MonitorConfig
+from trilithon.config.offload import OffloadConfig
 from trilithon.config.optimizer import Adagrad, Adam, AdamW, Lamb, Lion, OptimizerConfig, Sgd
 from trilithon.config.origin import Origin, Problem, Source
 from trilithon.config.precision import Bf16, Fp16, Fp32, NonFinite, PrecisionConfig
@@ -35,6 +37,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "ApmSqueeze",
     "BatchConfig",
     "Bf16",
     "CheckpointConfig",
@@ -54,6 +57,9 @@ __all__ = [
     "MoEConfig",
     "MonitorConfig",
     "NonFinite",
+    "OffloadConfig",
+    "OneBitAdam",
+    "OneBitLamb",
     "OneCycle",
     "OptimizerConfig",
     "Origin",
@@ -70,6 +76,7 @@ __all__ = [
     "WarmupDecayLr",
     "WarmupLr",
     "ZeroConfig",
+    "ZeroOneAdam",
     "data_parallel_size",
     "examine",
     "explain",

@@ -23,18 +23,21 @@ from trilithon.comm.mesh import init_distributed, make_mesh, own_process_group, 
 from trilithon.comm.watchdog import Watchdog
 from trilithon.config import Bf16, Config, Fp16, Fp32
 from trilithon.contracts import Precision, Tag, Update
-from trilithon.engine import capabilities
+from trilithon.engine import capabilities, state_tier
 from trilithon.engine.allocator import keep_freed_memory
-from trilithon.engine.engine import Engine, Parts
+from trilithon.engine.engine import Engine
 from trilithon.engine.experts import MakeGroup, SpreadExperts, find_experts
 from trilithon.engine.monitor import Monitor
+from trilithon.engine.parts import Parts
 from trilithon.errors import ConfigError, ProtocolError
 from trilithon.optim.build import make_update
 from trilithon.optim.groups import AnyOptimizer, OptimizerSettings, groups_of
 from trilithon.optim.groups import Group as ParameterGroup
 from trilithon.optim.learning_rate import AnySchedule, LearningRate
+from trilithon.optim.link import Link
 from trilithon.optim.loss_scale import DynamicScale, NoScale, StaticScale
 from trilithon.zero.grouping import FROZEN
+from trilithon.zero.masters import Placement
 from trilithon.zero.materialize import materialize_meta
 from trilithon.zero.sharded_parameter import ShardedParameter, find_owner
 from trilithon.zero.sharding import Communicators, Precisions, ZeroSharding
@@ -76,6 +79,8 @@ def initialize(
     _check(settings, chosen, schedule)
     _refuse_taken(model)
     groups = groups_of(model, chosen, parameters) if chosen is not None else []
+    if chosen is not None and settings.offload.state != "device":
+        state_tier.require_known(chosen, groups)
     distributed = init_distributed(settings.comm.backend, settings.comm.timeout_s)
     device = _device()
     if device.type == "cpu":
@@ -83,19 +88,27 @@ def initialize(
     mesh = mesh if mesh is not None or not distributed else make_mesh(device=device.type)
     ledger = Ledger()
     experts = find_experts(model, _data_size(mesh), settings.moe.data_before_experts)
+    if isinstance(chosen, OptimizerSettings):
+        capabilities.require_rule_for_experts(chosen.kind, experts.degrees)
     make_group, process_groups = _group_maker(mesh, ledger, settings)
     comm = Communicators(make_group("control", None), make_group("gather", None), make_group("reduce", None))
     batch = settings.resolve_batch(comm.control.world_size)
     monitor = _monitor(settings, comm)
-    experts.spread(model, comm.control, make_group)
-    sharding = _sharding(model, groups, settings, comm, batch.accumulation, device, experts)
+    placement = _placement(settings, model, chosen, groups, comm, device)
+    try:
+        experts.spread(model, comm.control, make_group)
+        sharding = _sharding(model, groups, settings, comm, batch.accumulation, device, placement, experts)
+    except BaseException:
+        _close(placement)
+        raise
     if monitor is not None:
         monitor.details = sharding.bytes
     try:
-        update = _update(chosen, groups, sharding, device, experts)
+        update = _update(chosen, groups, sharding, comm, device, placement, experts)
     except ConfigError:  # raised alike on every rank: the caller gets an ordinary model back
         sharding.close()
         experts.unite()
+        _close(placement)
         raise
     parts = Parts(
         config=settings,
@@ -124,7 +137,15 @@ def _check(settings: Config, optimizer: AnyOptimizer | None, schedule: object) -
             )
         return
     kind = optimizer.kind if isinstance(optimizer, OptimizerSettings) else "foreign"
-    capabilities.require_compatible([capabilities.zero_stage(settings.zero.stage), capabilities.update_rule(kind)])
+    offload = settings.offload
+    capabilities.require_compatible(
+        [
+            capabilities.zero_stage(settings.zero.stage),
+            capabilities.update_rule(kind),
+            *capabilities.offloaded_state(offload.state, path=offload.path is not None),
+            *capabilities.delayed_update(offload.delayed_update),
+        ]
+    )
 
 
 def _refuse_taken(model: nn.Module) -> None:
@@ -251,7 +272,7 @@ def _low(settings: Config) -> torch.dtype | None:
 
 def _sharding(  # noqa: PLR0917 (called once, with everything that build has made)
     model: nn.Module, groups: list[ParameterGroup], settings: Config, comm: Communicators, accumulation: int,
-    device: torch.device, experts: SpreadExperts,
+    device: torch.device, placement: Placement | None, experts: SpreadExperts,
 ) -> ZeroSharding:  # fmt: skip
     materialize_meta(model, device)
     names = {name: index for index, group in enumerate(groups) for name in group.names}
@@ -263,8 +284,10 @@ def _sharding(  # noqa: PLR0917 (called once, with everything that build has mad
     if device.type != "cpu":
         _move_buffers(model, device)
     precisions = Precisions(low, wire, accumulate)
-    placements = experts.placements()
-    return ZeroSharding(model, lambda param: group_of[id(param)], settings.zero, comm, precisions, device, placements)
+    return ZeroSharding(
+        model, lambda param: group_of[id(param)], settings.zero, comm, precisions, device, placement,
+        experts.placements(),
+    )  # fmt: skip
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -278,17 +301,37 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = moved[buffer]
 
 
-def _update(
-    optimizer: AnyOptimizer | None, groups: list[ParameterGroup], sharding: ZeroSharding, device: torch.device,
-    experts: SpreadExperts,
+def _update(  # noqa: PLR0917 (called once, with everything that build has made)
+    optimizer: AnyOptimizer | None, groups: list[ParameterGroup], sharding: ZeroSharding, comm: Communicators,
+    device: torch.device, placement: Placement | None, experts: SpreadExperts,
 ) -> Update | None:  # fmt: skip
     if optimizer is None:
         return None
+    store = placement.store if placement is not None else None
+    whole = sharding.stage == 0
+    complete = whole or comm.reduce.world_size == 1
+    link = Link(comm.reduce, sharding.local.items, sharding.local.shapes(), complete, device)
     names = sharding.trainable_names
-    if experts.degrees:  # a rank's block of the experts is not a whole parameter
+    if experts.degrees:  # a rank's block of the experts is not a whole parameter, and they are not on all ranks
         way_out = "Keep whole experts on every rank (ep_size=1, at zero.stage=0)"
-        return make_update(optimizer, groups, names, device=device, way_out=way_out)
-    return make_update(optimizer, groups, names, whole=sharding.stage == 0, device=device)
+        return make_update(optimizer, groups, names, device=device, store=store, way_out=way_out)
+    return make_update(optimizer, groups, names, whole=whole, device=device, store=store, link=link)
+
+
+def _placement(  # noqa: PLR0917 (called once, with everything that build has made)
+    settings: Config, model: nn.Module, optimizer: AnyOptimizer | None, groups: list[ParameterGroup],
+    comm: Communicators, device: torch.device,
+) -> Placement | None:  # fmt: skip
+    """Where masters and optimizer state rest; None on the device."""
+    if optimizer is None or settings.offload.state == "device":
+        return None
+    needs = state_tier.needs_of(model, optimizer, groups, comm.control.world_size)
+    return state_tier.make_placement(settings.offload, needs, comm.control, device)
+
+
+def _close(placement: Placement | None) -> None:
+    if placement is not None:
+        placement.store.close()
 
 
 def _precision(settings: Config) -> Precision:
