@@ -20,6 +20,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from trilithon.errors import TierError
+
 
 class SyncMode(Enum):
     """Who averages gradients over data-parallel ranks."""
@@ -122,7 +124,7 @@ class Slice:
 
     key: str  # stable and unique, for state stores
     group: int  # index of the parameter group whose settings apply
-    master: Tensor  # [n] f32: the values the update rule changes
+    master: Tensor  # [n] f32: the values the update rule changes; on "meta" (no values) while they rest in a store
     grad: Tensor  # [n] gradient, f32 or the accumulation dtype; set anew before each update
     low: Tensor | None  # [n] low-precision copy that forward reads, rewritten in the same pass; None when master is it
     shards: list[Shard] = field(default_factory=list)  # in order of offset; what lies between them is zero
@@ -200,6 +202,21 @@ class Update(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
+    def rank_state(self) -> dict[str, Tensor]:
+        """What belongs to this rank and not to elements of slices (what compression has not sent yet); {} mostly."""
+        ...
+
+    def load_rank_state(
+        self, state: Mapping[str, Tensor], saved_ranks: Sequence[Mapping[str, Tensor]] | None = None
+    ) -> None:
+        """After `load_state_dict`. state: this rank's own. With another number of ranks, saved_ranks: those of all
+        ranks that saved, in order; it may be called for one name after the other."""
+        ...
+
+    def synchronize(self, slices: Sequence[Slice]) -> bool:
+        """Collective. Ranks that have moved on their own since they last communicated become one again; True if so."""
+        ...
+
     def bytes(self) -> dict[str, int]:
         """What the rule keeps on this rank, masters not counted, by tier: "device", "host", "disk"."""
         ...
@@ -214,14 +231,20 @@ class StateStore(Protocol):
     """tiers/: where optimizer state rests between uses."""
 
     def borrow(
-        self, key: str, make: Callable[[], State] | None = None, *, write: bool = True
+        self, key: str, make: Callable[[], State] | None = None, *, write: bool = True, read: bool = True
     ) -> AbstractContextManager[State]:
         """The state of one slice, resident for the time of the context. make() makes it the first time; without it
-        KeyError is raised then. Not `write`: the caller promises to change nothing."""
+        KeyError is raised then. Not `write`: the caller promises to change nothing. Not `read`: the caller writes every
+        element, and what it finds may be anything."""
         ...
 
     def prefetch(self, key: str) -> None:
         """`borrow` of this key comes soon."""
+        ...
+
+    @property
+    def failure(self) -> TierError | None:
+        """The first request that failed in the background, as far as is known; every `borrow` raises it from then."""
         ...
 
     def bytes(self) -> dict[str, int]:

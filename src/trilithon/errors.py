@@ -7,6 +7,7 @@
     |- ProtocolError       a call came out of order
     |  `- ShardedParameterError   the values of a sharded parameter were read while only a slice of it is here
     |- CollectiveError     ranks disagree, or one of them went missing
+    |- TierError           memory or a file that state rests in could not be had, read or written
     |- NonFiniteError      a loss or gradient is not finite and the policy says to stop
     `- LaunchError         processes could not be started, or one of them failed
 
@@ -42,6 +43,10 @@ class ShardedParameterError(ProtocolError):
 
 class CollectiveError(TrilithonError, RuntimeError):
     """A collective could not complete: a rank is missing or the ranks called different things."""
+
+
+class TierError(TrilithonError, RuntimeError):
+    """State could not be kept, read or written where it rests (host memory, disk); names the file and the operation."""
 
 
 class NonFiniteError(TrilithonError, ArithmeticError):

@@ -58,6 +58,6 @@ def test_peak_and_bytes_read_are_those_of_the_own_share(tmp_path):
             report = loaded.load(tmp_path)
         assert peak.grown <= 2 * SHARE + TENSOR
         total = sum(loaded._sharding.exchange(report.bytes_read, "bytes read"))
-        assert report.bytes_read <= 1.5 * SHARE  # whole blocks of 4 MiB at the ends of ranges
-        assert total <= 1.5 * 4 * SHARE
+        assert report.bytes_read <= 1.1 * SHARE  # whole blocks of 1 MiB at the ends of ranges
+        assert total <= 1.1 * 4 * SHARE
         assert torch.isfinite(next(loaded.full_parameters())[1]).all()

@@ -1,4 +1,4 @@
-"""C060: without a compiler on PATH and without CUDA, importing builds nothing and training works."""
+"""C060: without a compiler on PATH and without CUDA, importing builds nothing and training works, offloaded too."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from torch import nn
 import trilithon
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-config = {"optimizer": {"kind": "adamw", "lr": 0.01}, "zero": {"stage": STAGE}}
+config = {"optimizer": {"kind": "adamw", "lr": 0.01}, "zero": {"stage": STAGE}, "offload": OFFLOAD}
 with trilithon.initialize(model, config) as engine:
     for step in range(2):
         inputs = torch.linspace(-1, 1, 12).view(3, 4) + step
@@ -92,9 +92,10 @@ def test_importing_builds_nothing_starts_nothing_and_touches_no_device(tmp_path)
 
 
 @pytest.mark.parametrize("hide_numba", [False, True], ids=["as-installed", "without-numba"])
-@pytest.mark.parametrize("zero_stage", [0, 3])
-def test_two_steps_train_without_compiler_and_without_accelerator(tmp_path, zero_stage, hide_numba):
+@pytest.mark.parametrize(("zero_stage", "state"), [(0, "device"), (3, "device"), (1, "host")])
+def test_two_steps_train_without_compiler_and_without_accelerator(tmp_path, zero_stage, state, hide_numba):
     code = TRAIN.replace("STAGE", str(zero_stage)).replace("HIDE_NUMBA", str(hide_numba))
+    code = code.replace("OFFLOAD", repr({"state": state}))
     told = run(tmp_path, code)
     assert told["started"] == []
     if hide_numba:

@@ -29,7 +29,7 @@ def test_the_subcommands_are_listed_without_importing_torch():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("False")
-    for name in ("inspect", "verify", "diff", "export", "convert", "prune"):
+    for name in ("inspect", "verify", "diff", "export", "convert", "prune", "verify-resume"):
         assert f"\n  {name}" in done.stdout
 
 

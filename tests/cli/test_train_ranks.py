@@ -22,6 +22,15 @@ def test_nproc_starts_ranks_that_train_together(text, tmp_path):
     assert (tmp_path / "out" / "model.pt").exists() and err == ""
 
 
+def test_a_compressed_rule_by_name(text, tmp_path):
+    options = ("--optimizer", "onebit_adam", "--steps", 5, "--set", "optimizer.scale_norm=l1")
+    status, out, err = end(start("-d", text, "--out", tmp_path / "o", *SMALL, "-n", 2, *options))
+    assert status == 0, err
+    assert "step 5/5" in out
+    status, _, err = end(start("-d", text, "--out", tmp_path / "p", *SMALL, *options, "-z", 2))
+    assert status == 1 and "optimizer onebit_adam needs whole local gradients" in err
+
+
 def test_the_message_of_the_failing_rank_is_printed_once_and_its_status_returned(tmp_path):
     status, out, err = end(start("--data", tmp_path / "absent", "--out", tmp_path / "out", "--nproc", 2))
     assert status == 1 and out == ""

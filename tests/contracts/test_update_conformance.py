@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from trilithon.config.compressed import ApmSqueeze, OneBitAdam, OneBitLamb, ZeroOneAdam
 from trilithon.config.optimizer import Adagrad, Adam, AdamW, Lamb, Lion, Sgd
 from trilithon.contracts import ReduceOp, Shard, Slice, SyncMode, Update
 from trilithon.errors import CheckpointError
@@ -65,6 +66,10 @@ RULES: dict[str, Maker] = {
     "lion": configured(Lion()),
     "adagrad": configured(Adagrad()),
     "lamb": configured(Lamb()),
+    "1-bit Adam, warm-up": configured(OneBitAdam(freeze_step=1000)),
+    "1-bit LAMB, warm-up": configured(OneBitLamb(freeze_step=1000)),
+    "0/1 Adam, full steps": configured(ZeroOneAdam(full_precision_warmup=1000)),
+    "APMSqueeze, warm-up": configured(ApmSqueeze(freeze_step=1000)),
     "torch AdamW": torch_optimizer(torch.optim.AdamW),
     "torch SGD, maximize": torch_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, maximize=True),
     "torch RAdam": torch_optimizer(torch.optim.RAdam),

@@ -16,7 +16,7 @@ from pathlib import Path
 from trilithon.checkpoint.agreement import Coordinator
 from trilithon.checkpoint.report import SaveProgress, SaveReport
 from trilithon.checkpoint.retention import Retention
-from trilithon.checkpoint.save import Prepared, complete, take_copies
+from trilithon.checkpoint.save import Copies, Prepared, complete, take_copies
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ class Background:
         self._thread: threading.Thread | None = None
         self._prepared: Prepared | None = None
         self._error: BaseException | None = None
+        self._copies: Copies = {}  # their memory stays for the next save in the background
         self.last: SaveReport | None = None
         _LIVING.add(self)
 
@@ -45,7 +46,7 @@ class Background:
     ) -> Path:
         """Copy what is to be written, and write it on a thread; `ranks` is used by that thread alone."""
         assert self._thread is None, "the save before was not waited for"
-        take_copies(prepared)
+        self._copies = take_copies(prepared, self._copies)
         blocked_s, step = time.monotonic() - begun, prepared.contents.step
 
         def work() -> None:
@@ -81,6 +82,13 @@ class Background:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def close(self) -> None:
+        """As `collect`, and the memory of the copies goes."""
+        try:
+            self.collect()
+        finally:
+            self._copies.clear()
 
     def complain(self) -> None:
         """At the end of the program: a failure that nobody collected is logged."""

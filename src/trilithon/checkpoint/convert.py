@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trilithon import __version__
 from trilithon.checkpoint.agreement import Alone
 from trilithon.checkpoint.export import portions
 from trilithon.checkpoint.manifest import Entry, dtype_name
@@ -82,7 +83,7 @@ def _about(reader: CheckpointReader, dtype: torch.dtype | None) -> dict[str, Any
         "zero_stage": saved.zero_stage,
         "precision": _PRECISIONS.get(dtype, saved.precision) if dtype is not None else saved.precision,
         "config": saved.config,
-        "library": saved.library,
+        "library": f"{__version__} (converted from {saved.library})",
     }
 
 

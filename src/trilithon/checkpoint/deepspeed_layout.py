@@ -106,17 +106,23 @@ def _ranked(path: Path, names: Sequence[str], pattern: re.Pattern[str]) -> list[
     return [found[rank] for rank in sorted(found)]
 
 
+_UNIVERSAL = "Convert it with DeepSpeed's own ds_to_universal first: that layout holds whole parameters and is read."
+_UNREAD = {
+    r"^layer_\d+-.*model_states\.pt$": ("of a pipeline (layer_*-model_states.pt)", _UNIVERSAL),
+    r"mp_rank_(?!00_)\d+_model_states\.pt$": ("of several model-parallel ranks (mp_rank_01)", _UNIVERSAL),
+    r"expert_\d+_mp_rank_\d+_model_states\.pt$": (
+        "with experts (*_expert_*_model_states.pt)",
+        "Experts of DeepSpeed are not read in this version: save the model's state dict there, as safetensors.",
+    ),
+    r"^offloaded_tensors$": (
+        "with optimizer state in swap files (offloaded_tensors)",
+        "Save once more in DeepSpeed with the state on the host (offload_optimizer.device: cpu).",
+    ),
+}
+
+
 def _refuse_parallel(path: Path, names: Sequence[str]) -> None:
     """Parameters cut over tensor-parallel ranks, pipeline stages or experts need rules that are not in the files."""
-    kinds = {
-        "of a pipeline (layer_*-model_states.pt)": r"^layer_\d+-.*model_states\.pt$",
-        "with experts (*_expert_*_model_states.pt)": r"expert_\d+_mp_rank_\d+_model_states\.pt$",
-        "of several model-parallel ranks (mp_rank_01)": r"mp_rank_(?!00_)\d+_model_states\.pt$",
-        "with optimizer state in swap files (offloaded_tensors)": r"^offloaded_tensors$",
-    }
-    for kind, pattern in kinds.items():
+    for pattern, (kind, way_out) in _UNREAD.items():
         if any(re.search(pattern, name) for name in names):
-            raise CheckpointError(
-                f"{path} is a checkpoint {kind}, which is not read directly. Convert it with DeepSpeed's own "
-                "ds_to_universal first; the universal layout holds whole parameters and is read."
-            )
+            raise CheckpointError(f"{path} is a checkpoint {kind}, which is not read directly. {way_out}")

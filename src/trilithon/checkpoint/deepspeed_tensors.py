@@ -213,7 +213,7 @@ def _atom(path: Path, shape: torch.Size | None) -> Assembly:
     value = load_file(path)
     tensor = _bare(value, path)
     if isinstance(value, Mapping) and value.get("is_expert_param"):
-        raise CheckpointError(f"{path} holds experts, which are not read yet.")
+        raise CheckpointError(f"{path} holds experts of DeepSpeed, which are not read in this version.")
     own = not isinstance(value, Mapping) and shape is not None
     assembly = whole(tensor, shape if own else None)
     if assembly.numel > tensor.numel():

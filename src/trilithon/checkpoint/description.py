@@ -28,7 +28,7 @@ def describe(folder: Path | str, tag: str | None = "latest", *, names: bool = Fa
             "tag": about.tag,
             "step": about.step,
             "saved_at": datetime.fromtimestamp(about.saved_at, tz=UTC).isoformat(timespec="seconds"),
-            "library": about.library,
+            "library": about.library if about.library.startswith("DeepSpeed") else f"trilithon {about.library}",
             "world_size": about.world_size,
             "zero_stage": about.zero_stage,
             "precision": about.precision,
@@ -71,7 +71,7 @@ def _state(extra: Mapping[str, Any]) -> dict[str, Any]:
             for group in extra.get("groups") or ()
         ],
         "loss_scale": (extra.get("scaler") or {}).get("scale"),
-        "optimizer": (own.get("update") or {}).get("rule"),
+        "optimizer": next((rank["update"]["rule"] for rank in ranks if rank.get("update")), None),
         "open_window": bool(own.get("window")),
         "random_states": "random" in own,
         "stateful": sorted({name for rank in ranks for name in rank.get("stateful") or ()}),

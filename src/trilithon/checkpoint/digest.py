@@ -1,7 +1,7 @@
 """The checksum of a checkpoint's files: one short digest for each block, fast enough to be taken on every read.
 
-A block is cut into tables of 1 MiB, 128 rows of 1024 little-endian 64-bit words (the last one filled up with zeros);
-the digest is BLAKE2b over the sums of all rows and all columns modulo 2^64 and the length. A change inside one word
+A block is a table of 128 rows of 1024 little-endian 64-bit words (the last one of a file is filled up with zeros); the
+digest is BLAKE2b over its length and the sums of all columns and all rows modulo 2^64. A change inside one word
 always shows, and so does a block whose pages changed places; what the sums miss needs four words that change by
 amounts which cancel in rows and columns. It guards against disks, not against people: whoever can write a file can
 write the manifest as well. A cryptographic hash over all bytes costs several times what reading them from memory does.
@@ -14,10 +14,10 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-BLOCK_BYTES = 4 * 2**20
+BLOCK_BYTES = 2**20
 """Bytes covered by one digest: what has to be read to check any part of it."""
 
-_TABLE_BYTES, _COLUMNS = 2**20, 1024
+_COLUMNS = 1024
 
 Bytes = bytes | bytearray | memoryview
 
@@ -26,15 +26,14 @@ def block_digest(data: Bytes) -> str:
     """The digest of at most `BLOCK_BYTES` bytes, 32 hexadecimal characters."""
     raw: npt.NDArray[np.uint8] = np.frombuffer(data, dtype=np.uint8)
     total = hashlib.blake2b(len(raw).to_bytes(8, "little"), digest_size=16)
-    for start in range(0, len(raw), _TABLE_BYTES):
-        part = raw[start : start + _TABLE_BYTES]
-        if len(part) < _TABLE_BYTES:
-            filled = np.zeros(-(-len(part) // (8 * _COLUMNS)) * 8 * _COLUMNS, dtype=np.uint8)
-            filled[: len(part)] = part
-            part = filled
-        table = part.view("<u8").reshape(-1, _COLUMNS)
-        total.update(table.sum(axis=0, dtype=np.uint64).tobytes())
-        total.update(table.sum(axis=1, dtype=np.uint64).tobytes())
+    row_bytes = 8 * _COLUMNS
+    if len(raw) % row_bytes:
+        filled = np.zeros(-(-len(raw) // row_bytes) * row_bytes, dtype=np.uint8)
+        filled[: len(raw)] = raw
+        raw = filled
+    table = raw.view("<u8").reshape(-1, _COLUMNS)
+    total.update(table.sum(axis=0, dtype=np.uint64).tobytes())
+    total.update(table.sum(axis=1, dtype=np.uint64).tobytes())
     return total.hexdigest()
 
 

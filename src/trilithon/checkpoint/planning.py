@@ -32,12 +32,7 @@ class Piece:
     span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What one rank could write. plan: DCP's; spans: of each item, in the same order; replicas come first."""
-
-    spans: tuple[Span, ...]
-    plan: SavePlan
+Offer = tuple[Span, ...]  # what one rank could write, replicas first
 
 
 def pieces_of(holdings: Sequence[Holding], file_limit: int) -> list[Piece]:
@@ -62,8 +57,7 @@ def _cut(span: Span, limit: int) -> list[Span]:
 
 
 def offer_of(pieces: Sequence[Piece]) -> Offer:
-    """A save plan with one item for each piece."""
-    return Offer(tuple(piece.span for piece in pieces), SavePlan([_item(piece.span) for piece in pieces]))
+    return tuple(piece.span for piece in pieces)
 
 
 def _item(span: Span) -> WriteItem:
@@ -80,7 +74,7 @@ def _index(span: Span) -> MetadataIndex:
 
 def assign(offers: Sequence[Offer], rank: int) -> set[tuple[str, int]]:
     """(part/name, start) of the pieces that `rank` writes; the same arithmetic on every rank."""
-    mine = dedup_save_plans([offer.plan for offer in offers])[rank]
+    mine = dedup_save_plans([SavePlan([_item(span) for span in offer]) for offer in offers])[rank]
     return {(item.index.fqn, (item.index.offset or (0,))[0]) for item in mine.items}
 
 
@@ -95,7 +89,7 @@ def entries_of(offers: Sequence[Offer]) -> list[Entry]:
     """
     found: dict[tuple[str, str], Entry] = {}
     for rank, offer in enumerate(offers):
-        for span in offer.spans:
+        for span in offer:
             entry = Entry(span.part, span.name, dtype_name(span.dtype), span.shape)
             before = found.setdefault((span.part, span.name), entry)
             if before != entry:
@@ -110,7 +104,7 @@ def check_offers(offers: Sequence[Offer], entries: Sequence[Entry]) -> None:
     """Raise CheckpointError for elements that no rank offers."""
     ranges: dict[tuple[str, str], dict[int, int]] = {}
     for offer in offers:
-        for span in offer.spans:
+        for span in offer:
             ranges.setdefault((span.part, span.name), {})[span.start] = span.numel
     for entry in entries:
         at = 0

@@ -38,6 +38,46 @@ class Wanted:
     into: Tensor  # [numel]
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Values at `offset` of a file, stored as `dtype`, that go to `into`."""
+
+    file: str
+    offset: int
+    into: Tensor  # flat
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.into.numel() * self.dtype.itemsize
+
+    @property
+    def direct(self) -> bool:
+        """The bytes of the file are those of the destination."""
+        return self.into.dtype == self.dtype and self.into.device.type == "cpu" and self.into.is_contiguous()
+
+
+def _joined(reads: Sequence[_Read]) -> list[_Read]:
+    """Neighbours in the file that are neighbours in memory become one, so that more whole blocks go straight there."""
+    found: list[_Read] = []
+    for read in reads:
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and last.direct
+            and read.direct
+            and (last.file, last.dtype) == (read.file, read.dtype)
+            and last.offset + last.bytes == read.offset
+            and last.into.data_ptr() + last.bytes == read.into.data_ptr()
+            and last.into.untyped_storage().data_ptr() == read.into.untyped_storage().data_ptr()
+        ):
+            numel = last.into.numel() + read.into.numel()
+            found[-1] = _Read(last.file, last.offset, last.into.as_strided((numel,), (1,)), last.dtype)
+        else:
+            found.append(read)
+    return found
+
+
 Range = tuple[Entry, int, Tensor]  # a stored entry, the first element, and where the values go: flat
 
 
@@ -154,11 +194,11 @@ class StoredValues:
 
     def fill(self, ranges: Sequence[Range]) -> None:
         reads = [read for stored, start, into in ranges for read in self._reads(stored, start, into)]
-        for file, offset, count, into, dtype in sorted(reads, key=lambda read: (read[0], read[1])):
-            self._copy(file, offset, count, into, dtype)
+        for read in _joined(sorted(reads, key=lambda read: (read.file, read.offset))):
+            self._copy(read)
 
-    def _reads(self, stored: Entry, start: int, into: Tensor) -> list[tuple[str, int, int, Tensor, torch.dtype]]:
-        """(file, offset, bytes, destination, stored type) per chunk that overlaps: DCP's resharding, in one dim."""
+    def _reads(self, stored: Entry, start: int, into: Tensor) -> list[_Read]:
+        """One for each chunk that overlaps: the resharding of torch.distributed.checkpoint, in one dimension."""
         dtype = stored.torch_dtype
         saved = TensorStorageMetadata(
             TensorProperties(dtype),
@@ -171,7 +211,7 @@ class StoredValues:
             chunk = stored.chunks[item.storage_index.index]
             skip, at, count = item.storage_offsets[0], item.dest_offsets[0], item.lengths[0]
             offset = chunk.offset + skip * dtype.itemsize
-            found.append((chunk.file, offset, count * dtype.itemsize, into[at : at + count], dtype))
+            found.append(_Read(chunk.file, offset, into[at : at + count], dtype))
             covered += count
         if covered != into.numel():
             raise CheckpointError(
@@ -180,11 +220,15 @@ class StoredValues:
             )
         return found
 
-    def _copy(self, file: str, offset: int, count: int, into: Tensor, dtype: torch.dtype) -> None:
+    def _copy(self, read: _Read) -> None:
+        if read.direct:
+            raw: Any = read.into.view(torch.uint8).numpy()
+            self._files.read_into(read.file, read.offset, memoryview(raw))
+            return
         at = 0
-        for portion in self._files.read(file, offset, count):
-            values = torch.frombuffer(portion, dtype=dtype)
-            into[at : at + values.numel()].copy_(values)
+        for portion in self._files.read(read.file, read.offset, read.bytes):
+            values = torch.frombuffer(portion, dtype=read.dtype)
+            read.into[at : at + values.numel()].copy_(values)
             at += values.numel()
 
     def extra(self) -> Mapping[str, Any]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trilithon.checkpoint import durable, planning
@@ -221,19 +222,35 @@ def _from(holdings: Sequence[Holding]) -> Callable[[Sequence[Piece]], Iterator[T
     return values
 
 
-def take_copies(prepared: Prepared) -> None:
-    """Copy what this rank will write to memory of its own, so that training may go on while it is written."""
-    copies: dict[tuple[str, str, int], Tensor] = {}
+Copies = dict[tuple[str, str, int], Tensor]  # by part, name and start
+
+
+def take_copies(prepared: Prepared, before: Copies) -> Copies:
+    """Copy what this rank will write to memory of its own, so that training may go on while it is written.
+
+    before: the copies of the last save, whose memory is used again: fresh memory costs more than the copying.
+    """
+    copies: Copies = {}
+    on_device = False
     for file in prepared.files:
         for piece, values in zip(file, prepared.values(file)):
-            copies[piece.span.part, piece.span.name, piece.span.start] = values.detach().cpu().clone()
+            key = (piece.span.part, piece.span.name, piece.span.start)
+            own = before.pop(key, None)
+            if own is None or own.numel() != values.numel() or own.dtype != values.dtype:
+                own = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+            copies[key] = own.copy_(values.detach(), non_blocking=values.is_cuda)
+            on_device |= values.is_cuda
+    before.clear()
+    if on_device:
+        torch.cuda.synchronize()
 
-    def values_once(pieces: Sequence[Piece]) -> Iterator[Tensor]:
+    def values_copied(pieces: Sequence[Piece]) -> Iterator[Tensor]:
         for piece in pieces:
-            yield copies.pop((piece.span.part, piece.span.name, piece.span.start))  # memory goes as it is written
+            yield copies[piece.span.part, piece.span.name, piece.span.start]
 
-    prepared.values = values_once
+    prepared.values = values_copied
     prepared.contents = replace(prepared.contents, holdings=())
+    return copies
 
 
 Written = tuple[dict[str, FileRecord], list[tuple[str, str, Chunk]]]

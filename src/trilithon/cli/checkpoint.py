@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from trilithon.cli.verify_resume import verify_resume
 from trilithon.errors import TrilithonError
 
 app = typer.Typer(
@@ -278,8 +277,7 @@ def _console() -> Console:
     return Console(highlight=False, markup=False, soft_wrap=True)
 
 
-if find_spec("trilithon.cli.verify_resume") is not None:
-    app.command("verify-resume")(import_module("trilithon.cli.verify_resume").verify_resume)
+app.command("verify-resume")(verify_resume)
 
 if __name__ == "__main__":
     app(prog_name="trilithon checkpoint")

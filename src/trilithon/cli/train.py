@@ -100,7 +100,7 @@ def run(
     accumulation: Annotated[int | None, typer.Option("--accumulation", help="Micro-batches of a step.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", "-s", help="Updates of the weights.")] = None,
     optimizer: Annotated[
-        str | None, typer.Option("--optimizer", help="adamw, adam, sgd, lion, adagrad or lamb.")
+        str | None, typer.Option("--optimizer", help="adamw, adam, sgd, lion, adagrad, lamb, onebit_adam, ...")
     ] = None,
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate.")] = None,
     warmup: Annotated[int | None, typer.Option("--warmup", help="Steps over which the rate rises.")] = None,

@@ -51,6 +51,11 @@ def reduce_scatter_bytes(shard_numel: int, itemsize: int, world_size: int) -> in
     return (world_size - 1) * shard_numel * itemsize
 
 
+def all_to_all_bytes(slice_numel: int, itemsize: int, world_size: int) -> int:
+    """Bytes one rank sends when it has a slice of its own for every other rank."""
+    return (world_size - 1) * slice_numel * itemsize
+
+
 def sent_to_others_bytes(numels: Sequence[int], itemsize: int, rank: int) -> int:
     """Bytes one rank sends when it has numels[r] elements for rank r; its own stay."""
     return (sum(numels) - numels[rank]) * itemsize

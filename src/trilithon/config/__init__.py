@@ -9,9 +9,11 @@ from trilithon.config.base import Dtype, Section
 from trilithon.config.batch import BatchConfig, ResolvedBatch, data_parallel_size
 from trilithon.config.checkpoints import CheckpointConfig
 from trilithon.config.comm import CommConfig
+from trilithon.config.compressed import ApmSqueeze, OneBitAdam, OneBitLamb, ZeroOneAdam
 from trilithon.config.mesh import Axes, MeshConfig, TensorConfig
 from trilithon.config.moe import MoEConfig
 from trilithon.config.monitor import MonitorConfig
+from trilithon.config.offload import OffloadConfig
 from trilithon.config.optimizer import Adagrad, Adam, AdamW, Lamb, Lion, OptimizerConfig, Sgd
 from trilithon.config.origin import Origin, Problem, Source
 from trilithon.config.precision import Bf16, Fp16, Fp32, NonFinite, PrecisionConfig
@@ -36,6 +38,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "ApmSqueeze",
     "Axes",
     "BatchConfig",
     "Bf16",
@@ -57,6 +60,9 @@ __all__ = [
     "MoEConfig",
     "MonitorConfig",
     "NonFinite",
+    "OffloadConfig",
+    "OneBitAdam",
+    "OneBitLamb",
     "OneCycle",
     "OptimizerConfig",
     "Origin",
@@ -74,6 +80,7 @@ __all__ = [
     "WarmupDecayLr",
     "WarmupLr",
     "ZeroConfig",
+    "ZeroOneAdam",
     "data_parallel_size",
     "examine",
     "explain",

@@ -137,4 +137,5 @@ NonNegativeReal = Annotated[float, BeforeValidator(_real), Field(ge=0, allow_inf
 PositiveReal = Annotated[float, BeforeValidator(_real), Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, BeforeValidator(_real), Field(ge=0, le=1, allow_inf_nan=False)]
 Decay = Annotated[float, BeforeValidator(_real), Field(ge=0, lt=1, allow_inf_nan=False)]
+Betas = tuple[Decay, Decay]
 Flag = Annotated[bool, BeforeValidator(_flag)]

@@ -34,14 +34,47 @@ def _deep_compile(value: Any) -> bool:
     return value.get("deepcompile", False) is not False if isinstance(value, Mapping) else present(value)
 
 
-OFFLOAD_OPTIMIZER = Feature(
-    "keeping optimizer state in host memory or on disk",
-    placed,
-    'set device to "none" or leave the block out',
-    _named(
-        *("device", "nvme_path", "buffer_count", "pin_memory", "pipeline_read", "pipeline_write", "pipeline"),
-        *("fast_init", "ratio", "super_offload", "cpuadam_cores_perc"),
-    ),
+_TIERS = {"none": "device", "cpu": "host", "nvme": "disk"}
+
+
+def _tier(value: Any) -> Any:
+    """DeepSpeed's names of tiers -> ours."""
+    if value is None:
+        return "device"
+    return _TIERS.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _host_if(value: Any) -> Any:
+    return {True: "host", False: "device", None: "device"}.get(value, value) if not isinstance(value, list) else value
+
+
+_OVERLAPPED = "reading, updating and writing always overlap as far as offload.buffers allows"
+OFFLOAD_OPTIMIZER = Block(
+    {
+        "device": To("offload.state", _tier),
+        "nvme_path": To("offload.path"),
+        "buffer_count": To("offload.buffers"),
+        "ratio": To("offload.ratio"),
+        "pin_memory": Idle("buffers are locked whenever there is an accelerator that copies from them", "flag"),
+        "pipeline": Idle(_OVERLAPPED, "flag"),
+        "pipeline_read": Idle(_OVERLAPPED, "flag"),
+        "pipeline_write": Idle(_OVERLAPPED, "flag"),
+        "fast_init": Idle("initial state is always written slice by slice", "flag"),
+        "super_offload": Only((False, None), "SuperOffload is not in this version; set it to false"),
+        "cpuadam_cores_perc": Idle("the update uses torch's threads (OMP_NUM_THREADS)", "real"),
+    }
+)
+CPU_OFFLOAD = To("offload.state", _host_if)
+AIO = Block(
+    {
+        "block_size": To("offload.piece_bytes"),
+        "queue_depth": To("offload.threads"),
+        "intra_op_parallelism": Idle("offload.threads says how many requests are in flight", "count"),
+        "thread_count": Idle("offload.threads says how many requests are in flight", "count"),
+        "single_submit": Idle("each request is one system call", "flag"),
+        "overlap_events": Idle("requests are submitted as others end", "flag"),
+        "use_gds": Only((False, None), "reading from disk straight to a GPU is not in this version; set it to false"),
+    }
 )
 OFFLOAD_PARAM = Feature(
     "keeping parameters in host memory or on disk",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trilithon.config.deepspeed_features import FEATURES, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZENFLOW
+from trilithon.config.deepspeed_features import AIO, CPU_OFFLOAD, FEATURES, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZENFLOW
 from trilithon.config.deepspeed_rules import Block, Code, Entry, Idle, Only, To, as_list, dtype
 
 _FLAT = "gradients and parameters of a bucket always lie in one flat buffer"
@@ -12,7 +12,7 @@ _UNITS = "parameters are gathered in units chosen from the module tree; zero.uni
 _CHECKS = "it switches a diagnosis inside DeepSpeed"
 _PORTABLE = "it is about DeepSpeed's own checkpoints, which this version does not read"
 _QUANTISED = "quantised or two-level communication (ZeRO++) is not in this version; set it to false"
-_DEPRECATED_OFFLOAD = "keeping state in host memory is not in this version; set it to false or leave it out"
+_DEPRECATED_OFFLOAD = "keeping parameters in host memory is not in this version; set it to false or leave it out"
 
 _STAGE_3: dict[str, Entry] = {
     "stage3_prefetch_bucket_size": To("zero.prefetch_numel"),
@@ -43,11 +43,11 @@ ZERO: dict[str, Entry] = {
     "offload_param": OFFLOAD_PARAM,
     "offload_optimizer": OFFLOAD_OPTIMIZER,
     "zenflow": ZENFLOW,
-    "sub_group_size": Idle("each rank updates one slice per unit and parameter group, not sub-groups", "count"),
-    "cpu_offload": Only((False, None), _DEPRECATED_OFFLOAD),
+    "sub_group_size": Idle("offload.sub_group_numel says how much state is in memory at once, whatever it is", "count"),
+    "cpu_offload": CPU_OFFLOAD,
     "cpu_offload_param": Only((False, None), _DEPRECATED_OFFLOAD),
     "cpu_offload_params": Only((False, None), _DEPRECATED_OFFLOAD),
-    "cpu_offload_use_pin_memory": Idle("nothing is offloaded in this version", "flag"),
+    "cpu_offload_use_pin_memory": Idle("buffers are locked whenever there is an accelerator", "flag"),
     **_STAGE_3,
     **{name.removeprefix("stage3_"): entry for name, entry in _STAGE_3.items()},
     "stage3_gather_fp16_weights_on_model_save": Idle("state_dict() always returns whole parameters", "flag"),
@@ -137,7 +137,6 @@ MONITORS: dict[str, Entry] = {
     "dump_state": Idle("`trilithon check` prints the settings in force", "flag"),
 }
 
-_NO_DISK = "nothing is kept on disk in this version"
 TABLE: dict[str, Entry] = {
     "train_batch_size": To("batch.global_size"),
     "train_micro_batch_size_per_gpu": To("batch.micro_size"),
@@ -155,7 +154,7 @@ TABLE: dict[str, Entry] = {
     "disable_allgather": Idle("updated parameters are always published by all-gather", "flag"),
     "allgather_size": Idle(_ONE_BUCKET, "count"),
     "zero_allow_untested_optimizer": Idle("an optimizer that does not fit is refused by name", "flag"),
-    "zero_force_ds_cpu_optimizer": Idle("nothing is offloaded in this version", "flag"),
+    "zero_force_ds_cpu_optimizer": Idle("an optimizer whose state cannot be offloaded is refused by name", "flag"),
     "dataloader_drop_last": Idle("the caller makes the data loader", "flag"),
     "managed_gradient_accumulation": Only((True, None), "the engine counts micro-batches itself; set it to true"),
     "disable_python_gc": Idle("Python's garbage collector is left alone", "flag"),
@@ -178,15 +177,7 @@ TABLE: dict[str, Entry] = {
     "zero_optimization": Block(ZERO),
     "optimizer": Code(),
     "scheduler": Code(),
-    "aio": Block(
-        {
-            name: Idle(_NO_DISK)
-            for name in (
-                *("block_size", "queue_depth", "intra_op_parallelism", "thread_count"),
-                *("single_submit", "overlap_events", "use_gds"),
-            )
-        }
-    ),
+    "aio": AIO,
     "checkpoint": Block(CHECKPOINT),
     "inference": Idle("it is read by transformers, not by the training engine", "block"),
     **MONITORS,

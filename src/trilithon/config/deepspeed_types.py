@@ -56,6 +56,18 @@ _ADAM: dict[str, Entry] = {
     "torch_adam": Idle(_FORM, "flag"),
     "adam_w_mode": Idle("it has chosen between Adam and AdamW", "flag"),
 }
+_COMPRESSED: dict[str, Entry] = {
+    **_COMMON,
+    **_straight("betas", "eps", "bias_correction"),
+    "max_grad_norm": Only((0, None), "write gradient_clipping at the top level, and set it to 0"),
+    "eps_inside_sqrt": Only((False, None), "eps is added outside the root; set it to false"),
+    "cuda_aware": Idle("there is no MPI underneath", "flag"),
+    "comm_backend_name": Idle("messages go through torch.distributed, whatever its backend", "text"),
+}
+_LAMB_BOUNDS: dict[str, Entry] = {"max_coeff": To("optimizer.max_ratio"), "min_coeff": To("optimizer.min_ratio")}
+# DeepSpeed takes bias_correction and does not use it in these three; only its 1-bit LAMB scales tensors.
+_NEVER_CORRECTED = {"freeze_step": 100_000, "bias_correction": False}
+_UNSCALED = {"per_tensor_scaling": False}
 _OPTIMIZERS: dict[str, _Rule] = {
     "adam": _Rule("adamw", _ADAM, {"weight_decay": 0.0}),
     "adamw": _Rule("adamw", _ADAM, {"weight_decay": 0.0}),
@@ -75,14 +87,30 @@ _OPTIMIZERS: dict[str, _Rule] = {
         {
             **_COMMON,
             **_straight("betas", "eps", "bias_correction"),
-            "max_coeff": To("optimizer.max_ratio"),
-            "min_coeff": To("optimizer.min_ratio"),
+            **_LAMB_BOUNDS,
             "eps_inside_sqrt": Only((False, None), "eps is added outside the root; set it to false"),
         },
     ),
+    "onebitadam": _Rule("onebit_adam", {**_COMPRESSED, **_straight("freeze_step")}, {**_NEVER_CORRECTED, **_UNSCALED}),
+    "onebitlamb": _Rule(
+        "onebit_lamb",
+        {
+            **_COMPRESSED,
+            **_LAMB_BOUNDS,
+            **_straight("freeze_step", "coeff_beta", "factor_max", "factor_min", "factor_threshold"),
+        },
+        _NEVER_CORRECTED,
+    ),
+    "zerooneadam": _Rule(
+        "zero_one_adam",
+        {
+            **_COMPRESSED,
+            **_straight("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
+        },
+        {"bias_correction": False, **_UNSCALED},
+    ),
 }
 _REFUSED = {
-    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), "optimizers with 1-bit communication are"),
     **dict.fromkeys(("muon", "muadam", "muadamw", "musgd"), "this optimizer is"),
     **dict.fromkeys(
         ("rmsprop", "adadelta", "adamax", "nadam", "radam", "asgd", "rprop", "sparseadam", "lbfgs", "adafactor"),
@@ -106,7 +134,7 @@ def read_optimizer(reader: Reader, block: Any) -> None:
     name, params = opened
     rule = _OPTIMIZERS.get(name.lower())
     if rule is None:
-        known = "Adam, AdamW, SGD, Lion, Adagrad, Lamb"
+        known = "Adam, AdamW, SGD, Lion, Adagrad, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam"
         if name.lower() in _REFUSED:
             own = "; pass it yourself to initialize(optimizer=...)" if "torch.optim" in _REFUSED[name.lower()] else ""
             text = f"{_REFUSED[name.lower()]} not in this version{own}; known are {known}"

@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from trilithon.config.base import Decay, Flag, NonNegativeReal, PositiveReal, Section, named
-
-Betas = tuple[Decay, Decay]
+from trilithon.config.base import Betas, Flag, NonNegativeReal, PositiveReal, Section, named
+from trilithon.config.compressed import ApmSqueeze, OneBitAdam, OneBitLamb, ZeroOneAdam
 
 
 class Adam(Section):
@@ -119,5 +118,7 @@ class Lamb(Section):
 
 
 OptimizerConfig = Annotated[
-    Adam | AdamW | Sgd | Lion | Adagrad | Lamb, Field(discriminator="kind"), BeforeValidator(named)
+    Adam | AdamW | Sgd | Lion | Adagrad | Lamb | OneBitAdam | OneBitLamb | ZeroOneAdam | ApmSqueeze,
+    Field(discriminator="kind"),
+    BeforeValidator(named),
 ]

@@ -25,6 +25,7 @@ from trilithon.config.mesh import MeshConfig, TensorConfig
 from trilithon.config.moe import MoEConfig
 from trilithon.config.monitor import MonitorConfig
 from trilithon.config.naming import field_path, unknown_keys
+from trilithon.config.offload import OffloadConfig
 from trilithon.config.optimizer import OptimizerConfig
 from trilithon.config.origin import (
     DEFAULT,
@@ -59,6 +60,8 @@ class Config(Section):  # noqa: PLW1641 (pydantic gives frozen classes their __h
     """How many parts the model and the batch are cut into."""
     tensor: TensorConfig = TensorConfig()
     """How matrices are cut over the tensor axis of the mesh."""
+    offload: OffloadConfig = OffloadConfig()
+    """What rests in host memory or on disk."""
     comm: CommConfig = CommConfig()
     """How ranks talk."""
     moe: MoEConfig = MoEConfig()
@@ -289,6 +292,8 @@ _STAGE_3_ONLY = (
     "unit_classes",
     "keep_gathered",
 )
+_OFFLOAD_ONLY = ("ratio", "sub_group_numel")
+_DISK_ONLY = ("path", "buffers", "threads", "piece_bytes", "direct")
 _DYNAMIC_SCALE_ONLY = (
     "initial_scale_power",
     "window",
@@ -317,6 +322,7 @@ def _without_effect(config: Config, draft: Draft) -> list[str]:
     if zero.stage < 3:
         why = f"no effect, because zero.stage is {zero.stage}, and only stage 3 gathers parameters"
         idle += [(f"zero.{name}", why) for name in _STAGE_3_ONLY]
+    idle += _offload_without_effect(config)
     if monitor.folder is None:
         why = "no effect, because monitor.folder is not given"
         idle += [(f"monitor.{name}", why) for name in ("jsonl", "csv", "tensorboard") if getattr(monitor, name)]
@@ -329,3 +335,16 @@ def _without_effect(config: Config, draft: Draft) -> list[str]:
         idle.append(("zero.persist_total_numel", "no effect, because zero.persist_below_numel is 0"))
     written = ("file", "argument", "override", "deepspeed")
     return [f"{source.key or key}: {why}" for key, why in idle if (source := draft.source_of(key)).kind in written]
+
+
+def _offload_without_effect(config: Config) -> list[tuple[str, str]]:
+    offload, idle = config.offload, []
+    if offload.state == "device":
+        why = 'no effect, because offload.state is "device"'
+        idle += [(f"offload.{name}", why) for name in (*_OFFLOAD_ONLY, *_DISK_ONLY)]
+    elif offload.state == "host":
+        why = 'no effect, because offload.state is "host", and only "disk" reads and writes files'
+        idle += [(f"offload.{name}", why) for name in _DISK_ONLY]
+    if not offload.delayed_update:
+        idle.append(("offload.delay_after_steps", "no effect, because offload.delayed_update is false"))
+    return idle

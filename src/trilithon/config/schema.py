@@ -52,16 +52,28 @@ def json_schema() -> dict[str, Any]:
 def reference() -> str:
     """The reference of the native format as Markdown tables, made from the classes."""
     lines = ["## Top level", "", *_table(Config)]
+    seen: set[type[Section]] = set()
     for name, field in Config.model_fields.items():
-        sections = sections_of(field.annotation)
-        if len(sections) == 1:
-            lines += ["", f"## `{name}`", "", _prose(sections[0]), "", *_table(sections[0])]
-        elif sections:
-            lines += ["", f"## `{name}`", "", str(field.description).replace("\n", " ")]
-            for section in sections:
-                lines += ["", f"### `{name}.kind` = `{kind_name(section)}`", "", _prose(section)]
-                lines += ["", *table] if (table := _table(section)) else []
+        lines += _below(name, field, "##", seen)
     return "\n".join(lines) + "\n"
+
+
+def _below(place: str, field: FieldInfo, heading: str, seen: set[type[Section]]) -> list[str]:
+    """What stands below one key that holds a block: its tables, and those of blocks inside. Each class once."""
+    sections = [section for section in sections_of(field.annotation) if section not in seen]
+    seen.update(sections)
+    lines: list[str] = []
+    if len(sections) == 1:
+        lines += ["", f"{heading} `{place}`", "", _prose(sections[0]), "", *_table(sections[0])]
+    elif sections:
+        lines += ["", f"{heading} `{place}`", "", str(field.description).replace("\n", " ")]
+    for section in sections:
+        if len(sections) > 1:
+            lines += ["", f"{heading}# `{place}.kind` = `{kind_name(section)}`", "", _prose(section)]
+            lines += ["", *table] if (table := _table(section)) else []
+        for name, inner in section.model_fields.items():
+            lines += _below(f"{place}.{name}", inner, f"{heading}#", seen)
+    return lines
 
 
 def deepspeed_reference() -> str:

@@ -23,22 +23,25 @@ from trilithon.comm.watchdog import Watchdog
 from trilithon.config import Bf16, Config, Fp16, Fp32
 from trilithon.config.mesh import REPLICAS
 from trilithon.contracts import Precision, Tag, Update
-from trilithon.engine import capabilities
+from trilithon.engine import capabilities, state_tier
 from trilithon.engine.allocator import keep_freed_memory
-from trilithon.engine.engine import Engine, Parts
+from trilithon.engine.engine import Engine
 from trilithon.engine.experts import SpreadExperts, find_experts
 from trilithon.engine.monitor import Monitor
 from trilithon.engine.parallel import EqualReplicas, Parallel
+from trilithon.engine.parts import Parts
 from trilithon.engine.topology import make_topology, resolve_axes
 from trilithon.errors import ConfigError, ProtocolError
 from trilithon.optim.build import make_update
 from trilithon.optim.groups import AnyOptimizer, OptimizerSettings, groups_of
 from trilithon.optim.groups import Group as ParameterGroup
 from trilithon.optim.learning_rate import AnySchedule, LearningRate
+from trilithon.optim.link import Link
 from trilithon.optim.loss_scale import DynamicScale, NoScale, StaticScale
-from trilithon.zero.composite import Placement
+from trilithon.zero.composite import RankPlacement
 from trilithon.zero.grouping import FROZEN
 from trilithon.zero.init import built_values
+from trilithon.zero.masters import Placement
 from trilithon.zero.materialize import materialize_meta
 from trilithon.zero.sharded_parameter import ShardedParameter, find_owner
 from trilithon.zero.sharding import Communicators, Precisions, ZeroSharding
@@ -80,6 +83,8 @@ def initialize(
     _check(settings, chosen, schedule)
     _refuse_taken(model)
     groups = groups_of(model, chosen, parameters) if chosen is not None else []
+    if chosen is not None and settings.offload.state != "device":
+        state_tier.require_known(chosen, groups)
     init_distributed(settings.comm.backend, settings.comm.timeout_s)
     device = _device()
     if device.type == "cpu":
@@ -87,23 +92,32 @@ def initialize(
     ledger = Ledger()
     axes = resolve_axes(settings, mesh)
     experts = find_experts(model, axes.size(REPLICAS), settings.moe.data_before_experts)
+    if isinstance(chosen, OptimizerSettings):
+        capabilities.require_rule_for_experts(chosen.kind, experts.degrees)
+        capabilities.require_rule_for_mesh(chosen.kind, axes)
     topology = make_topology(settings, axes, mesh, ledger, _watchdog(settings), device)
     comm = topology.comm
     batch = settings.resolve_batch(axes.size("data"))
     monitor = _monitor(settings, comm)
     materialize_meta(model, device)
     parallel = Parallel(model, topology, settings.tensor, device, _whole_values)
-    experts.spread(model, comm.gather, topology.make_group)
-    placements = parallel.placements(experts.placements())
-    sharding = _sharding(model, groups, settings, comm, batch.accumulation, device, placements)
+    placement = _placement(settings, model, chosen, groups, comm, device)
+    try:
+        experts.spread(model, comm.gather, topology.make_group)
+        places = parallel.placements(experts.placements())
+        sharding = _sharding(model, groups, settings, comm, batch.accumulation, device, placement, places)
+    except BaseException:
+        _close(placement)
+        raise
     if monitor is not None:
         monitor.details = sharding.bytes
     try:
-        update = _update(chosen, groups, sharding, device, experts, parallel)
+        update = _update(chosen, groups, sharding, comm, device, placement, experts, parallel)
     except ConfigError:  # raised alike on every rank: the caller gets an ordinary model back
         sharding.close()
         experts.unite()
         parallel.undo()
+        _close(placement)
         raise
     parts = Parts(
         config=settings,
@@ -122,7 +136,7 @@ def initialize(
         low=_low(settings) if getattr(settings.precision, "cast_inputs", False) else None,
     )
     engine = Engine(model, parts)
-    if parallel.slices:
+    if parallel.slices and not settings.offload.delayed_update:  # values that move meanwhile cannot be compared
         engine.hooks.append(EqualReplicas(sharding, parallel))
     return engine
 
@@ -141,7 +155,15 @@ def _check(settings: Config, optimizer: AnyOptimizer | None, schedule: object) -
             )
         return
     kind = optimizer.kind if isinstance(optimizer, OptimizerSettings) else "foreign"
-    capabilities.require_compatible([capabilities.zero_stage(settings.zero.stage), capabilities.update_rule(kind)])
+    offload = settings.offload
+    capabilities.require_compatible(
+        [
+            capabilities.zero_stage(settings.zero.stage),
+            capabilities.update_rule(kind),
+            *capabilities.offloaded_state(offload.state, path=offload.path is not None),
+            *capabilities.delayed_update(offload.delayed_update),
+        ]
+    )
 
 
 def _refuse_taken(model: nn.Module) -> None:
@@ -226,7 +248,7 @@ def _low(settings: Config) -> torch.dtype | None:
 
 def _sharding(  # noqa: PLR0917 (called once, with everything that build has made)
     model: nn.Module, groups: list[ParameterGroup], settings: Config, comm: Communicators, accumulation: int,
-    device: torch.device, placements: Mapping[int, Placement],
+    device: torch.device, placement: Placement | None, places: Mapping[int, RankPlacement],
 ) -> ZeroSharding:  # fmt: skip
     names = {name: index for index, group in enumerate(groups) for name in group.names}
     group_of = {id(param): names.get(name, FROZEN) for name, param in model.named_parameters()}
@@ -237,7 +259,9 @@ def _sharding(  # noqa: PLR0917 (called once, with everything that build has mad
     if device.type != "cpu":
         _move_buffers(model, device)
     precisions = Precisions(low, wire, accumulate)
-    return ZeroSharding(model, lambda param: group_of[id(param)], settings.zero, comm, precisions, device, placements)
+    return ZeroSharding(
+        model, lambda param: group_of[id(param)], settings.zero, comm, precisions, device, placement, places
+    )
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -251,20 +275,40 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = moved[buffer]
 
 
-def _update(  # noqa: PLR0917 (called once)
-    optimizer: AnyOptimizer | None, groups: list[ParameterGroup], sharding: ZeroSharding, device: torch.device,
-    experts: SpreadExperts, parallel: Parallel,
+def _update(  # noqa: PLR0917 (called once, with everything that build has made)
+    optimizer: AnyOptimizer | None, groups: list[ParameterGroup], sharding: ZeroSharding, comm: Communicators,
+    device: torch.device, placement: Placement | None, experts: SpreadExperts, parallel: Parallel,
 ) -> Update | None:  # fmt: skip
     if optimizer is None:
         return None
+    store = placement.store if placement is not None else None
+    whole = sharding.stage == 0
+    complete = whole or comm.reduce.world_size == 1
+    link = Link(comm.reduce, sharding.local.items, sharding.local.shapes(), complete, device)
     names = sharding.trainable_names
-    if experts.degrees:  # a rank's block of the experts is not a whole parameter
+    if experts.degrees:  # a rank's block of the experts is not a whole parameter, and they are not on all ranks
         way_out = "Keep whole experts on every rank (ep_size=1, at zero.stage=0)"
-        return make_update(optimizer, groups, names, device=device, way_out=way_out)
+        return make_update(optimizer, groups, names, device=device, store=store, way_out=way_out)
     if parallel.slices:  # nor is a slice of a matrix
         way_out = "Keep whole matrices on every rank (mesh.tensor=1, at zero.stage=0)"
-        return make_update(optimizer, groups, names, device=device, way_out=way_out)
-    return make_update(optimizer, groups, names, whole=sharding.stage == 0, device=device)
+        return make_update(optimizer, groups, names, device=device, store=store, way_out=way_out)
+    return make_update(optimizer, groups, names, whole=whole, device=device, store=store, link=link)
+
+
+def _placement(  # noqa: PLR0917 (called once, with everything that build has made)
+    settings: Config, model: nn.Module, optimizer: AnyOptimizer | None, groups: list[ParameterGroup],
+    comm: Communicators, device: torch.device,
+) -> Placement | None:  # fmt: skip
+    """Where masters and optimizer state rest; None on the device."""
+    if optimizer is None or settings.offload.state == "device":
+        return None
+    needs = state_tier.needs_of(model, optimizer, groups, comm.gather.world_size)
+    return state_tier.make_placement(settings.offload, needs, comm.control, device)
+
+
+def _close(placement: Placement | None) -> None:
+    if placement is not None:
+        placement.store.close()
 
 
 def _precision(settings: Config) -> Precision:

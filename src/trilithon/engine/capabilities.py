@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from trilithon.config import Axes
 from trilithon.errors import ConfigError
 
 
@@ -20,6 +21,10 @@ class Capability(Enum):
     SHARDED_STATE = "optimizer state cut over ranks"
     ELEMENTWISE = "an update that treats each element on its own"
     LAYER_NORMS = "per-parameter norms over ranks"
+    MASTERS_APART = "masters that are not the parameters themselves"
+    FOLDER = "a folder (offload.path)"
+    WHOLE_GRADIENTS = "whole local gradients until the update"
+    MOVABLE_STATE = "an update rule whose state may rest elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,28 +40,84 @@ class Feature:
 
 def zero_stage(stage: int) -> Feature:
     """ZeRO's side of the contract."""
+    whole = {Capability.WHOLE_GRADIENTS} if stage < 2 else set()
     if stage == 0:
-        return Feature("zero.stage=0", gives=frozenset({Capability.WHOLE_PARAMETERS, Capability.LAYER_NORMS}))
+        return Feature("zero.stage=0", gives=frozenset({Capability.WHOLE_PARAMETERS, Capability.LAYER_NORMS, *whole}))
     return Feature(
         f"zero.stage={stage}",
-        gives=frozenset({Capability.SHARDED_STATE, Capability.LAYER_NORMS}),
+        gives=frozenset({Capability.SHARDED_STATE, Capability.LAYER_NORMS, *whole}),
         needs_any=frozenset({Capability.ELEMENTWISE, Capability.LAYER_NORMS}),
         way_out="use zero.stage=0, where every rank holds whole parameters, or an elementwise optimizer",
     )
 
 
-def spread_experts() -> Feature:
-    """Experts over ranks: what a rank holds of a stack of them is never a whole parameter, at no stage."""
-    return Feature("experts over ranks (ep_size > 1)", gives=frozenset({Capability.LAYER_NORMS}))
+def communicates(kind: str) -> bool:
+    """The update rule exchanges local gradients over all data-parallel ranks by itself."""
+    return Capability.WHOLE_GRADIENTS in update_rule(kind).needs
 
 
 def update_rule(kind: str) -> Feature:
     """The update rule's side. kind: of `OptimizerConfig`, or "foreign" for a user's own optimizer class."""
     if kind == "lamb":
-        return Feature("optimizer lamb", needs=frozenset({Capability.LAYER_NORMS}), way_out="use another optimizer")
+        return Feature(
+            "optimizer lamb",
+            gives=frozenset({Capability.MOVABLE_STATE}),
+            needs=frozenset({Capability.LAYER_NORMS}),
+            way_out="use another optimizer",
+        )
+    if kind == "zero_one_adam":
+        return Feature(
+            "optimizer zero_one_adam",
+            needs=frozenset({Capability.WHOLE_PARAMETERS, Capability.WHOLE_GRADIENTS}),
+            way_out="between its rounds every rank moves its own whole weights: use zero.stage=0, or onebit_adam",
+        )
+    if kind in ("onebit_adam", "onebit_lamb", "apmsqueeze"):
+        return Feature(
+            f"optimizer {kind}",
+            needs=frozenset({Capability.WHOLE_GRADIENTS, Capability.LAYER_NORMS}),
+            way_out="it averages momenta instead of gradients: use zero.stage 0 or 1, or an uncompressed optimizer",
+        )
+    ordinary = frozenset({Capability.ELEMENTWISE, Capability.MOVABLE_STATE})
     if kind == "foreign":  # a probe decides, once its parameters are known
-        return Feature("your own optimizer", gives=frozenset({Capability.ELEMENTWISE}))
-    return Feature(f"optimizer {kind}", gives=frozenset({Capability.ELEMENTWISE}))
+        return Feature("your own optimizer", gives=ordinary)
+    return Feature(f"optimizer {kind}", gives=ordinary)
+
+
+def offloaded_state(state: str, *, path: bool) -> list[Feature]:
+    """Masters and optimizer state off the device: slices are what is moved, and stage 0 has whole parameters."""
+    if state == "device":
+        return []
+    name = f'offload.state="{state}"'
+    features = [
+        Feature(
+            name,
+            gives=frozenset({Capability.MASTERS_APART}),
+            needs=frozenset({Capability.SHARDED_STATE}),
+            way_out="set zero.stage to 1, 2 or 3, with one rank as well",
+        )
+    ]
+    features.append(
+        Feature(
+            name,
+            needs=frozenset({Capability.MOVABLE_STATE}),
+            way_out='set offload.state to "device": compressed rules keep their state there; or use adamw or lamb',
+        )
+    )
+    if state == "disk" and not path:
+        features.append(Feature(name, needs=frozenset({Capability.FOLDER}), way_out="name one in offload.path"))
+    return features
+
+
+def delayed_update(on: bool) -> list[Feature]:
+    """One step of delay: the update runs in the background, beside the forward that reads the old values."""
+    if not on:
+        return []
+    name = "offload.delayed_update"
+    apart, alone = frozenset({Capability.MASTERS_APART}), frozenset({Capability.ELEMENTWISE})
+    return [
+        Feature(name, needs=apart, way_out='set offload.state to "host" or "disk"'),
+        Feature(name, needs=alone, way_out="use adam, adamw, sgd, lion or adagrad"),
+    ]
 
 
 def conflicts(features: Sequence[Feature]) -> list[str]:
@@ -80,19 +141,41 @@ def require_compatible(features: Sequence[Feature]) -> None:
         raise ConfigError("these settings do not go together:\n  - " + "\n  - ".join(found))
 
 
-def expert_table(kinds: Iterable[str] = ("adamw", "sgd", "lion", "adagrad", "lamb", "foreign")) -> str:
+_KINDS = (
+    *("adamw", "sgd", "lion", "adagrad", "lamb", "onebit_adam", "onebit_lamb", "zero_one_adam", "apmsqueeze"),
+    "foreign",
+)
+
+
+def expert_table(kinds: Iterable[str] = _KINDS) -> str:
     """Markdown: update rules against ZeRO stages when experts are spread over ranks."""
     lines = ["| update rule | stage 0 | stage 1 | stage 2 | stage 3 |", "| --- | --- | --- | --- | --- |"]
     for kind in kinds:
-        rule = update_rule(kind)
-        cells = ["no" if conflicts([zero_stage(max(s, 1)), spread_experts(), rule]) else "yes" for s in range(4)]
-        if kind == "foreign":
-            cells = ["if elementwise"] * 4
-        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+        cell = "if elementwise" if kind == "foreign" else "no" if communicates(kind) else "yes"
+        lines.append(f"| {kind} | " + " | ".join([cell] * 4) + " |")
     return "\n".join(lines)
 
 
-def compatibility_table(kinds: Iterable[str] = ("adamw", "sgd", "lion", "adagrad", "lamb", "foreign")) -> str:
+def require_rule_for_experts(kind: str, degrees: Sequence[int]) -> None:
+    """Raises ConfigError for a rule that exchanges gradients itself, if experts are spread over `degrees` ranks."""
+    if degrees and communicates(kind):
+        raise ConfigError(
+            f"optimizer {kind} exchanges gradients over all data-parallel ranks, and with ep_size {list(degrees)} "
+            "experts are on some of them only. Use ep_size=1, or an optimizer that does not, such as adamw."
+        )
+
+
+def require_rule_for_mesh(kind: str, axes: Axes) -> None:
+    """Raises ConfigError for a rule that exchanges gradients itself, on a mesh where they are more than averaged."""
+    cut = [f"mesh.{name}={axes.size(name)}" for name in ("tensor", "sequence") if axes.size(name) > 1]
+    if cut and communicates(kind):
+        raise ConfigError(
+            f"optimizer {kind} exchanges gradients of whole parameters over the data axis, and {' and '.join(cut)} "
+            "gives ranks parts of them. Use 1 there, or an optimizer that does not, such as adamw."
+        )
+
+
+def compatibility_table(kinds: Iterable[str] = _KINDS) -> str:
     """Markdown: update rules against ZeRO stages, from the same declarations that are checked at run time."""
     lines = ["| update rule | stage 0 | stage 1 | stage 2 | stage 3 |", "| --- | --- | --- | --- | --- |"]
     for kind in kinds:

@@ -187,7 +187,7 @@ class Checkpointing:
     def close(self) -> None:
         """Write out what was begun; raises what it failed with."""
         try:
-            self._background.collect()
+            self._background.close()
         finally:
             writers, self._writers = self._writers, None
             if writers is not None:

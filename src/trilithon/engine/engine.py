@@ -10,12 +10,11 @@ those. One step is: forwards and backwards -> gradients agreed -> skip, or clip,
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,50 +23,22 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from trilithon.checkpoint.report import LoadReport, SaveProgress, SaveReport
-from trilithon.comm.ledger import Ledger
-from trilithon.config import Config, ResolvedBatch
-from trilithon.contracts import Precision, StepHook, SyncMode, Update
-from trilithon.engine import abandoned, overflow
+from trilithon.contracts import StepHook, SyncMode
+from trilithon.engine import abandoned, memory, overflow, whole_tensors
+from trilithon.engine.applying import make_applying
 from trilithon.engine.checkpointing import Checkpointing
-from trilithon.engine.experts import SpreadExperts
 from trilithon.engine.model_output import loss_of
-from trilithon.engine.monitor import Monitor
-from trilithon.engine.parallel import Parallel
-from trilithon.engine.topology import Topology
+from trilithon.engine.parts import Parts
 from trilithon.engine.train_state import Stateful
-from trilithon.engine.whole_tensors import field_of, ordinary_state_dict
 from trilithon.errors import NonFiniteError, ProtocolError
 from trilithon.optim.clip import agreed_norm, clip_factor
-from trilithon.optim.groups import Group
-from trilithon.optim.learning_rate import LearningRate
 from trilithon.zero.plan_report import plan_report
-from trilithon.zero.sharding import ZeroSharding
 
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[Any, Any], Any]
 
 _FORGOTTEN = 16  # accumulations' worth of backwards without a step, after which somebody should be told
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What `build` made and the engine sequences."""
-
-    config: Config
-    batch: ResolvedBatch
-    device: torch.device
-    sharding: ZeroSharding
-    update: Update | None
-    precision: Precision
-    rate: LearningRate
-    groups: Sequence[Group]
-    ledger: Ledger
-    topology: Topology
-    parallel: Parallel
-    low: torch.dtype | None  # what floating inputs are cast to
-    monitor: Monitor | None = None
-    experts: SpreadExperts = field(default_factory=SpreadExperts)
 
 
 @dataclass
@@ -102,6 +73,10 @@ class Engine:
         self._precision, self._rate, self._groups, self._low = parts.precision, parts.rate, parts.groups, parts.low
         self.mesh, self.slices, self._parallel = parts.topology, parts.parallel.slices, parts.parallel
         self._experts = parts.experts
+        delay = parts.config.offload.delay_after_steps if parts.config.offload.delayed_update else None
+        self._applying = make_applying(parts.sharding, parts.update, delay)
+        if self._applying is not None:
+            parts.sharding.before_hold = self._applying.drain
         self._window = _Window()
         self._syncing, self._window_open = True, False
         self._uneven = self._closed = False
@@ -221,11 +196,12 @@ class Engine:
 
         Before the boundary it does nothing. A step whose gradient is not finite on any rank is skipped on all (policy
         `precision.non_finite`, or loss scaling), and then rates, schedules and counters stay where they are.
-        Raises ProtocolError without a backward, NonFiniteError when the policy says so.
+        Raises ProtocolError without a backward, NonFiniteError when the policy says so, TierError when state on disk
+        failed (on all ranks; the engine is of no use then).
         """
         self._require_open()
-        window, update = self._window, self._update
-        if update is None or window.backwards == 0:
+        window, applying = self._window, self._applying
+        if applying is None or window.backwards == 0:
             raise ProtocolError("step() without a backward: call engine.backward(loss) first.")
         if not self.at_boundary:
             return False
@@ -248,19 +224,13 @@ class Engine:
             raise
         if not accepted:
             self._forget_window()
+            applying.skip()
             self.skipped_steps += 1
             return False
-        for part in self._sharding.slices():
-            part.idle = settled.idle
-        update.apply(
-            self.steps + 1,
-            self._sharding.slices(),
-            scale * self.clip_factor,
-            self._sharding.publish,
-            self._sharding.combine,
-        )
-        self._sharding.publish()
-        self._forget_window()
+        try:
+            applying.apply(self.steps + 1, settled.idle, scale * self.clip_factor)
+        finally:
+            self._forget_window()
         self.steps += 1
         if self._monitor is not None:
             self._monitor.record_step(self)
@@ -329,6 +299,7 @@ class Engine:
 
     def eval_step(self, batch: Any, forward: Forward | None = None) -> Any:
         """One forward in evaluation mode without gradients; the model's mode is restored."""
+        self.drain()
         training = self.module.training
         self.module.eval()
         try:
@@ -358,6 +329,7 @@ class Engine:
         Raises ProtocolError when experts are spread over ranks, whose tokens need every rank's forward.
         """
         self._experts.refuse_uneven()
+        self.drain()
         self._uneven = True
         self._sharding.begin_uneven()
         try:
@@ -373,6 +345,7 @@ class Engine:
     # --------------------------------------------------------------------------------------------- whole tensors
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: (name, whole fp32 value) of every parameter, one at a time, on every rank. Yours to keep."""
+        self.drain()
         for name, tensor in self._sharding.full("master", self._sharding.names):
             yield name, tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
 
@@ -382,28 +355,29 @@ class Engine:
         pattern: of parameter names, as in fnmatch. "grad" is the mean gradient, unscaled and before clipping; ask
         between the last backward and `step`. Raises ProtocolError for a kind that does not exist (yet).
         """
-        names = [name for name in self._sharding.names if fnmatch.fnmatchcase(name, pattern)]
-        if kind in ("param", "master"):
-            items = self._sharding.full(kind, names)
-        elif kind == "grad":
-            total = self._sharding.settle([self._window.weight or 0.0]).extra[0] if self._window.backwards else 0.0
-            scale = self._unscale(total)
-            for name, tensor in self._sharding.full(kind, names):
-                yield name, tensor.float().mul(scale) if tensor.dtype != torch.float64 else tensor * scale
-            return
-        else:
-            items = field_of(self, kind, names)
-        for name, tensor in items:
-            yield name, tensor.detach().clone()
+        self.drain()
+        return whole_tensors.view(self, kind, pattern)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Collective: what `module.state_dict()` of an ordinary model would hold, whole, on every rank."""
-        return ordinary_state_dict(self)
+        self.drain()
+        return whole_tensors.ordinary_state_dict(self)
 
     def memory(self) -> dict[str, int]:
-        """Bytes on this rank by category: parameters, gradients, master, optimizer, in_flight."""
-        state = self._update.bytes() if self._update is not None else {}
-        return {**self._sharding.bytes(), "optimizer": sum(state.values())}
+        """Bytes on this rank by category: parameters, gradients, master, optimizer, in_flight.
+
+        Of all tiers together; masters that rest off the device count as "optimizer". See `memory_by_tier`.
+        """
+        return memory.by_category(self._sharding, self._update)
+
+    def memory_by_tier(self) -> dict[str, dict[str, int]]:
+        """Bytes on this rank as {"device": {"parameters": ...}, "host": {...}, "disk": {...}}; empty tiers left out.
+
+        Off the device, "optimizer" includes masters. On the host, "buffers" is what comes from disk and goes there.
+        """
+        waiting = self._applying.bytes() if self._applying is not None else 0
+        on_device = self.config.offload.state == "device"
+        return memory.by_tier(self._sharding, self._update, waiting, state_on_device=on_device)
 
     def plan(self) -> str:
         """A table of the units: which parameters are communicated together, and whether they are gathered for use."""
@@ -421,6 +395,7 @@ class Engine:
         here raises what failed. Raises CheckpointError on all ranks alike; older checkpoints stay as they were.
         """
         self._require_open()
+        self.drain()
         return self._checkpointing.save(folder, tag, client_state, blocking)
 
     def load(
@@ -434,6 +409,8 @@ class Engine:
         """
         if self._closed:
             self._require_open()
+        if self._applying is not None:
+            self._applying.drain()
         return self._checkpointing.load(folder, tag, strict, parts)
 
     def finish_saving(self) -> None:
@@ -452,6 +429,8 @@ class Engine:
 
     # --------------------------------------------------------------------------------------------------- the end
     def train(self, mode: bool = True) -> Engine:
+        if not mode:
+            self.drain()
         self.module.train(mode)
         return self
 
@@ -461,7 +440,20 @@ class Engine:
     def _require_open(self) -> None:
         if self._closed:
             raise ProtocolError("this engine was closed; make another with trilithon.initialize().")
+        if self._applying is not None and self._applying.broken is not None:
+            raise self._applying.broken
         self._checkpointing.require_whole()
+
+    def drain(self) -> None:
+        """Make parameters and state those after the last step, on all ranks: apply the gradient that waits (delayed
+        update), and make ranks one that moved on their own (0/1 Adam).
+
+        Collective when there is something to do. Evaluation, `uneven`, views of whole tensors, `gathered`, `save` and
+        `close` do it themselves.
+        """
+        if self._applying is not None and not self._closed:
+            self._require_open()
+            self._applying.drain()
 
     def close(self) -> None:
         """Collective at stage 3 and on a mesh: the model gets its whole parameters back, hooks go, state is dropped.
@@ -470,6 +462,8 @@ class Engine:
         """
         if self._closed:
             return
+        if self._applying is not None:
+            self._applying.drain()
         self._closed = True
         try:
             self._checkpointing.close()

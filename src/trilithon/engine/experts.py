@@ -18,7 +18,7 @@ from trilithon.contracts import Collectives, Tag
 from trilithon.errors import ProtocolError
 from trilithon.parallel.moe.groups import ExpertAxes, resolve_ep_size
 from trilithon.parallel.moe.layer import MoE
-from trilithon.zero.composite import Placement, Replicas
+from trilithon.zero.composite import RankPlacement, Replicas
 from trilithon.zero.init import built_values
 from trilithon.zero.layout import Region
 
@@ -76,11 +76,11 @@ class SpreadExperts:
         if self.degrees and control.rank == 0:
             logger.info("experts over ranks:\n%s", self.table())
 
-    def placements(self) -> Mapping[int, Placement]:
+    def placements(self) -> Mapping[int, RankPlacement]:
         """By id of the parameter: gates in fp32; experts on the ranks of their expert-data group."""
-        found: dict[int, Placement] = {}
+        found: dict[int, RankPlacement] = {}
         for name, layer in self.layers.items():
-            found[id(layer.gate.weight)] = Placement(keep_dtype=True)
+            found[id(layer.gate.weight)] = RankPlacement(keep_dtype=True)
             axes = self.axes[name]
             if axes.ep_size == 1:
                 continue
@@ -96,7 +96,7 @@ class SpreadExperts:
                 block = tuple(param.shape)
                 corner = (layer.experts.first, *[0] * (len(block) - 1))
                 region = Region(f"{name}.experts.{own}", (layer.num_experts, *block[1:]), corner, block)
-                found[id(param)] = Placement(replicas, region, experts)
+                found[id(param)] = RankPlacement(replicas, region, experts)
         return found
 
     def weigh(self, factor: float) -> None:

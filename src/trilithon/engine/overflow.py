@@ -5,7 +5,10 @@ Only asked after the ranks agreed that it happened, so that asking is collective
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from trilithon.kernels import count_non_finite
 from trilithon.zero.sharding import ZeroSharding
@@ -27,15 +30,24 @@ class Found:
 def locate(sharding: ZeroSharding) -> Found:
     """Collective."""
     elements, names = 0.0, []
-    for part in sharding.slices():
-        for shard in part.shards:
-            count = count_non_finite(part.grad[shard.offset : shard.offset + shard.numel])
-            if count:
-                elements += count / part.copies
-                names.append(shard.name)
+    for name, grad, copies in _gradients(sharding):
+        count = count_non_finite(grad)
+        if count:
+            elements += count / copies
+            names.append(name)
     produced = sharding.non_finite_here()
     reports = sharding.exchange((elements, names, produced), "non-finite gradients")
-    elements = sum(report[0] for report in reports) if sharding.disjoint else reports[0][0]
+    every = sharding.disjoint or sharding.keeps_local
+    elements = sum(report[0] for report in reports) if every else reports[0][0]
     causes = [(name, rank) for rank, (_, _, made) in enumerate(reports) for name in made]
     held = [(name, rank) for rank, (_, seen, _) in enumerate(reports) for name in seen]
     return Found(round(elements), tuple(causes or held))
+
+
+def _gradients(sharding: ZeroSharding) -> Iterator[tuple[str, Tensor, int]]:
+    if sharding.keeps_local:  # each rank's own gradient, whole
+        yield from ((name, grad, 1) for name, grad in sharding.local.items())
+        return
+    for part in sharding.slices():
+        for shard in part.shards:
+            yield shard.name, part.grad[shard.offset : shard.offset + shard.numel], part.copies

@@ -22,7 +22,7 @@ from trilithon.parallel import ParameterSlice
 from trilithon.parallel.dropout import place_dropouts
 from trilithon.parallel.sequence.modules import cut_sequences, join_sequences
 from trilithon.parallel.tensor import Cutting, cut_model, share_stream
-from trilithon.zero.composite import Placement, Replicas
+from trilithon.zero.composite import RankPlacement, Replicas
 from trilithon.zero.sharding import ZeroSharding
 
 
@@ -44,7 +44,7 @@ class EqualReplicas:
         names, sums = [], []
         for part in self._sharding.slices():
             values = part.low if part.low is not None else part.master
-            for shard in part.shards:
+            for shard in part.shards if values.device.type != "meta" else ():  # values that rest elsewhere
                 if shard.name not in self._parallel.apart:
                     names.append(shard.name)
                     sums.append(values[shard.offset : shard.offset + shard.numel].double().sum())
@@ -110,7 +110,7 @@ class Parallel:
     def slices(self) -> dict[str, ParameterSlice]:
         return self._cutting.slices if self._cutting is not None else {}
 
-    def placements(self, others: Mapping[int, Placement]) -> Mapping[int, Placement]:
+    def placements(self, others: Mapping[int, RankPlacement]) -> Mapping[int, RankPlacement]:
         """By id, where each parameter lives that is not on the data axis alone.
 
         others: of parameters that other features placed (experts); under tensor slices all tensor ranks hold them.
@@ -133,7 +133,7 @@ class Parallel:
         for name, param in self._model.named_parameters():
             assemble = partial(self._cutting.whole, name) if name in self.slices else None
             held = cut if name in self.slices else summed if name in self._cutting.summed else whole
-            found[id(param)] = Placement(held, assemble=assemble)
+            found[id(param)] = RankPlacement(held, assemble=assemble)
         if others and self._cutting.cut_norms:
             raise ConfigError(
                 "tensor.cut_norms gives tensor ranks different tokens, and the experts of this model are spread over "

@@ -81,7 +81,7 @@ class Restore:
         engine, saved = self._engine, saved_update(self._reader)
         assert saved is not None and engine._update is not None
         if "whole" not in saved:
-            return saved
+            return self._with_newcomers(saved)
         counters = counters_by_name(saved, [group["names"] for group in self._reader.extra["groups"]])
         if engine._update.state_dict()["whole"]:
             return for_whole_parameters(saved, counters, self._whole_fields())
@@ -95,6 +95,16 @@ class Restore:
                 )
             fields.setdefault(name, []).append(part)
         return for_slices(saved, counters, fields, [group.names for group in engine._groups])
+
+    def _with_newcomers(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A parameter whose moments begin at zero has made no update, so that its bias is corrected from the first."""
+        restored = {name for _, name in self._plan.fields}
+        numel = {entry.name: entry.param.numel() for entry in self._engine._sharding.entries}
+        names = [name for group in self._engine._groups for name in group.names]
+        fresh = [name for name in names if name not in restored and numel[name]]
+        if not restored or "missed" not in saved:
+            return saved
+        return {**saved, "missed": {**saved["missed"], **dict.fromkeys(fresh, saved["updates"])}}
 
     def _whole_fields(self) -> dict[str, dict[str, Tensor]]:
         found: dict[str, dict[str, Tensor]] = {}

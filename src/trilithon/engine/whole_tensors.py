@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,21 @@ if TYPE_CHECKING:
     from trilithon.engine.engine import Engine
 
 
+def view(engine: Engine, kind: str, pattern: str) -> Iterator[tuple[str, Tensor]]:
+    """Collective: whole copies of one kind of tensor, of parameters whose names fit `pattern`; see `Engine.view`."""
+    sharding, window = engine._sharding, engine._window
+    names = [name for name in sharding.names if fnmatch.fnmatchcase(name, pattern)]
+    if kind == "grad":
+        total = sharding.settle([window.weight or 0.0]).extra[0] if window.backwards else 0.0
+        scale = engine._unscale(total)
+        for name, tensor in sharding.full(kind, names):
+            yield name, tensor.float().mul(scale) if tensor.dtype != torch.float64 else tensor * scale
+        return
+    items = sharding.full(kind, names) if kind in ("param", "master") else field_of(engine, kind, names)
+    for name, tensor in items:
+        yield name, tensor.detach().clone()
+
+
 def field_of(engine: Engine, kind: str, names: list[str]) -> Iterator[tuple[str, Tensor]]:
     """Collective: one field of the optimizer's state, whole. Raises ProtocolError for a field that it does not keep."""
     return engine._sharding.full_of(lambda unit: _own_part(engine, unit, kind), names)
@@ -24,7 +40,7 @@ def field_of(engine: Engine, kind: str, names: list[str]) -> Iterator[tuple[str,
 def _own_part(engine: Engine, unit: Unit, kind: str) -> Tensor | None:
     if not unit.trainable:
         return None
-    own = torch.zeros_like(unit.master)
+    own = torch.zeros(unit.own[1] - unit.own[0], dtype=unit.master_dtype, device=unit.flat.device)
     for part, start, stop in engine._sharding.slices_of(unit):
         assert engine._update is not None
         with engine._update.state(part) as state:

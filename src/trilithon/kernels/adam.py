@@ -51,13 +51,14 @@ def adam_scalars(
     weight_decay: float,
     decoupled: bool,
     step: int,
+    second_step: int | None = None,
     bias_correction: bool = True,
     grad_scale: float = 1.0,
 ) -> AdamScalars:
-    """step: counted from 1, the number of this update."""
+    """step: counted from 1, the number of this update; second_step: that of the second moment, if it has others."""
     beta1, beta2 = betas
     c1 = 1.0 - beta1**step if bias_correction else 1.0
-    c2 = 1.0 - beta2**step if bias_correction else 1.0
+    c2 = 1.0 - beta2 ** (step if second_step is None else second_step) if bias_correction else 1.0
     return AdamScalars(
         grad_scale=grad_scale,
         keep=1.0 - lr * weight_decay if decoupled else 1.0,
@@ -84,13 +85,15 @@ def adam_step(
     weight_decay: float = 0.0,
     decoupled: bool = True,
     step: int,
+    second_step: int | None = None,
     bias_correction: bool = True,
     grad_scale: float = 1.0,
 ) -> None:
     """Update p, exp_avg and exp_avg_sq in place and write p, rounded to nearest even, to `low`.
 
     p, exp_avg, exp_avg_sq: [n] f32 (or f64), contiguous; g: [n] bf16, f16, f32 or f64; low: [n] of any of them.
-    step: the number of this update, counted from 1. `grad_scale` multiplies the gradient after it was widened.
+    step: the number of this update, counted from 1 (second_step: of the second moment's, if it has others).
+    `grad_scale` multiplies the gradient after it was widened.
     """
     scalars = adam_scalars(
         lr=lr,
@@ -99,6 +102,7 @@ def adam_step(
         weight_decay=weight_decay,
         decoupled=decoupled,
         step=step,
+        second_step=second_step,
         bias_correction=bias_correction,
         grad_scale=grad_scale,
     )

@@ -48,6 +48,7 @@ _SEEN_AS = {
     torch.float32: (None, "float32"),
     torch.bfloat16: (torch.uint16, "uint16"),
     torch.float16: (torch.int16, "int16"),
+    torch.uint8: (None, "uint8"),  # packed signs
 }
 # Below this, a first use is not worth loading the compiler (about half a second), unless it is loaded already.
 MIN_NUMEL = 1 << 17
@@ -59,8 +60,9 @@ _loops: dict[tuple[Any, ...], Loop | None] = {}
 def compiled(loop: Loop, operands: Sequence[Operand], scalars: Sequence[float | bool]) -> Loop | None:
     """`loop` for these operands, or None if the torch twin is to run instead.
 
-    operands: contiguous CPU tensors [n] of f32, bf16 or f16; tuples of such, of one dtype; or None where the loop tests
-    for None. A float scalar reaches the loop as float32. Call the result with `arrays(operands)` and the scalars.
+    operands: contiguous CPU tensors [n] of f32, bf16, f16 or uint8; tuples of such, of one dtype; or None where the
+    loop tests for None. A float scalar reaches the loop as float32. Call the result with `arrays(operands)` and the
+    scalars.
     The environment variable TRILITHON_KERNELS overrides the choice: "torch" or "numba", for any size.
     """
     wish = os.environ.get("TRILITHON_KERNELS", "auto")

@@ -12,17 +12,31 @@ from typing import Any
 
 import torch
 
-from trilithon.contracts import Update
+from trilithon.config.compressed import ApmSqueeze as ApmSqueezeConfig
+from trilithon.config.compressed import OneBitAdam as OneBitAdamConfig
+from trilithon.config.compressed import OneBitLamb as OneBitLambConfig
+from trilithon.config.compressed import ZeroOneAdam as ZeroOneAdamConfig
+from trilithon.contracts import StateStore, Update
 from trilithon.errors import ConfigError, ProtocolError
 from trilithon.optim.adagrad import AdagradRule
 from trilithon.optim.adam import AdamRule
+from trilithon.optim.apmsqueeze import ApmSqueeze
+from trilithon.optim.compressors import make_compressor
 from trilithon.optim.elementwise import Elementwise, Rule, Settings
 from trilithon.optim.foreign import Foreign
+from trilithon.optim.freeze import Freeze
 from trilithon.optim.groups import AnyOptimizer, Group, OptimizerSettings
-from trilithon.optim.lamb import Lamb
+from trilithon.optim.lamb import LAMB_FIELDS, Lamb
+from trilithon.optim.link import Link
 from trilithon.optim.lion import LionRule
+from trilithon.optim.onebit_adam import onebit_adam
+from trilithon.optim.onebit_lamb import OneBitLamb
+from trilithon.optim.phase import Compression
 from trilithon.optim.probe import why_not_elementwise
 from trilithon.optim.sgd import SgdRule
+from trilithon.optim.zero_one_adam import ZeroOneAdam
+
+CompressedConfig = OneBitAdamConfig | OneBitLambConfig | ZeroOneAdamConfig | ApmSqueezeConfig
 
 _RULES_BY_KIND: dict[str, Rule] = {
     "adam": AdamRule(decoupled=False),
@@ -50,24 +64,30 @@ def make_update(
     whole: bool = False,
     device: torch.device | str = "cpu",
     way_out: str = "Use zero.stage=0, where every rank holds whole parameters",
+    store: StateStore | None = None,
+    link: Link | None = None,
 ) -> Update:
     """The update rule for `optimizer` over `groups` (of `groups_of`, read live at every step).
 
     names: every parameter that any rank updates, in the same order on all ranks. whole: each rank holds every parameter
     whole (no sharding), so a rule that is not elementwise can run too. device: where ranks add up small vectors.
     way_out: what a rule that needs whole parameters can be told to change.
+    store: where state rests, closed with the rule; None keeps it where the masters are.
+    link: to the ranks' local gradients, for rules that communicate themselves.
     Raises ConfigError if the optimizer cannot run over slices, or has already made steps of its own.
     """
     if isinstance(optimizer, OptimizerSettings):
         if optimizer.kind == "lamb":
-            return Lamb(groups, names, device)
-        return Elementwise(_RULES_BY_KIND[optimizer.kind], groups)
+            return Lamb(groups, names, device, store)
+        if isinstance(optimizer, CompressedConfig):
+            return _compressed(optimizer, groups, names, link)
+        return Elementwise(_RULES_BY_KIND[optimizer.kind], groups, store=store)
     owner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _owner(groups)
     _refuse_used(owner)
-    rule = _RULES_BY_TYPE.get(type(owner))
-    if rule is not None and not any(group.get(flag) for group in groups for flag in _EXOTIC):
+    rule = _rule_like(owner, groups)
+    if rule is not None:
         owner.state.clear()  # Adagrad allocates its sums when it is made
-        return Elementwise(rule, groups, owner.register_step_pre_hook(_refuse_step))
+        return Elementwise(rule, groups, owner.register_step_pre_hook(_refuse_step), store)
     reason = None if whole else why_not_elementwise(owner)
     if reason is not None:
         raise ConfigError(
@@ -75,6 +95,57 @@ def make_update(
             'optimizer, or optimizer.kind="lamb" for per-parameter scaling.'
         )
     return Foreign(owner, groups, whole=whole)
+
+
+def state_fields(optimizer: AnyOptimizer, groups: Sequence[Settings]) -> int | None:
+    """Tensors that the rule for `optimizer` keeps per element beside the masters; None if the optimizer runs itself."""
+    if isinstance(optimizer, OptimizerSettings) and optimizer.kind == "lamb":
+        return len(LAMB_FIELDS)
+    rule: Rule | None
+    if isinstance(optimizer, OptimizerSettings):
+        rule = _RULES_BY_KIND.get(optimizer.kind)
+    else:
+        rule = _rule_like(optimizer if isinstance(optimizer, torch.optim.Optimizer) else _owner(groups), groups)
+    if rule is None:
+        return None
+    moving = [{**group, "momentum": group.get("momentum") or 0.9} for group in groups]  # it may be switched on later
+    return max((len(rule.fields(group)) for group in moving), default=0)
+
+
+def _rule_like(owner: torch.optim.Optimizer, groups: Sequence[Settings]) -> Rule | None:
+    """The rule of ours that does what a torch optimizer does."""
+    exotic = any(group.get(flag) for group in groups for flag in _EXOTIC)
+    return None if exotic else _RULES_BY_TYPE.get(type(owner))
+
+
+def _compressed(
+    section: CompressedConfig, groups: Sequence[Settings], names: Sequence[str], link: Link | None
+) -> Update:
+    match section:
+        case OneBitAdamConfig():
+            return onebit_adam(
+                groups,
+                link,
+                freeze_step=section.freeze_step,
+                scale_norm=section.scale_norm,
+                auto_mask=section.auto_mask,
+                per_tensor_scaling=section.per_tensor_scaling,
+            )
+        case ApmSqueezeConfig():
+            server = section.server_compressor
+            by = Compression(
+                make_compressor(section.compressor),
+                make_compressor(server) if server is not None else None,
+                target=section.compress_target,
+                error_feedback=section.error_feedback,
+                auto_mask=section.auto_mask,
+                per_tensor_scaling=section.per_tensor_scaling,
+            )
+            return ApmSqueeze(groups, Freeze(section.freeze_step), by, link)
+        case OneBitLambConfig():
+            return OneBitLamb(groups, names, section, link)
+        case ZeroOneAdamConfig():
+            return ZeroOneAdam(groups, section, link)
 
 
 def _owner(groups: Sequence[Settings]) -> torch.optim.Optimizer:

@@ -17,8 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from trilithon.contracts import ReduceOp, Slice, State, StateStore, SyncMode
 from trilithon.errors import CheckpointError
 from trilithon.optim.participation import Participation, cut
-from trilithon.tiers import ResidentStore, filled
+from trilithon.tiers import HostLink, ResidentStore, filled, home_of
 
+READ_AHEAD = 2  # slices: enough to keep a disk busy while one is updated; more would only need more memory
 Settings = MutableMapping[str, Any]
 
 
@@ -55,8 +56,9 @@ class Elementwise:
         self.groups = groups
         self._hook = hook
         self._rule = rule
-        self._participation = Participation()
+        self.participation = Participation()
         self._store = store if store is not None else ResidentStore()
+        self._link = HostLink()
 
     def sync_mode(self, step: int) -> SyncMode:
         return SyncMode.MEAN
@@ -69,21 +71,41 @@ class Elementwise:
         done: Callable[[Slice], None],
         combine: Callable[[Tensor, ReduceOp], Tensor],
     ) -> None:
-        self._participation.begin(slices)
+        self.participation.begin(slices)
+        self._link.forget()
+        runs = {slice_.key: list(self.participation.runs(slice_)) for slice_ in slices}
+        moving = [slice_ for slice_ in slices if runs[slice_.key]]
+        at = 0
         for slice_ in slices:
-            settings = self.groups[slice_.group]
-            with self._store.borrow(slice_.key, dict) as state:
-                self._complete(slice_, state)
-                for start, stop, update in self._participation.runs(slice_):
-                    part, its_state = cut(slice_, state, start, stop)
-                    self._rule.step(part, its_state, settings, update, grad_scale)
+            if runs[slice_.key]:
+                at += 1
+                with self._store.borrow(slice_.key, dict) as state:
+                    home = home_of(slice_, state)
+                    with self._link.near(slice_, home) as near:
+                        for following in moving[at : at + READ_AHEAD]:
+                            self._store.prefetch(following.key)
+                            self._link.prefetch(following, home)
+                        self._move(near, state, runs[slice_.key], grad_scale)
             done(slice_)
+        for following in slices[:READ_AHEAD]:  # for the next step: read while forward and backward run
+            self._store.prefetch(following.key)
+
+    def move(self, slice_: Slice, grad_scale: float) -> None:
+        """One slice's part of `apply`, once the update is counted; for state that is resident."""
+        with self._store.borrow(slice_.key, dict) as state:
+            self._move(slice_, state, list(self.participation.runs(slice_)), grad_scale)
+
+    def _move(self, slice_: Slice, state: State, runs: Sequence[tuple[int, int, int]], grad_scale: float) -> None:
+        self._complete(slice_, state)
+        for start, stop, update in runs:
+            part, its_state = cut(slice_, state, start, stop)
+            self._rule.step(part, its_state, self.groups[slice_.group], update, grad_scale)
 
     def _complete(self, slice_: Slice, state: State) -> None:
         """Settings may ask for a field that was not there before (momentum switched on)."""
         for name, start in self._rule.fields(self.groups[slice_.group]).items():
             if name not in state:
-                state[name] = filled(slice_.master, start)
+                state[name] = filled(state.get("master", slice_.master), start)
 
     @contextmanager
     def state(self, slice_: Slice, *, write: bool = False) -> Iterator[Mapping[str, Tensor]]:
@@ -92,16 +114,28 @@ class Elementwise:
             yield {"master": slice_.master, **state}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rule": self._rule.name, **self._participation.state_dict()}
+        return {"rule": self._rule.name, **self.participation.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._participation.load(read_updates(state, self._rule.name), state.get("missed", {}))
+        self.participation.load(read_updates(state, self._rule.name), state.get("missed", {}))
+
+    def rank_state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_rank_state(
+        self, state: Mapping[str, Tensor], saved_ranks: Sequence[Mapping[str, Tensor]] | None = None
+    ) -> None:
+        """Nothing here belongs to a rank."""
+
+    def synchronize(self, slices: Sequence[Slice]) -> bool:
+        return False
 
     def bytes(self) -> dict[str, int]:
         return self._store.bytes()
 
     def close(self) -> None:
         self._store.close()
+        self._link.close()
         if self._hook is not None:
             self._hook.remove()
 

@@ -172,6 +172,17 @@ class Foreign:
             scalars = {name: _detached(value) for name, value in self._loaded["scalars"][group].items()}
             self._optimizer.state[parameter] = {**scalars, **fields}
 
+    def rank_state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_rank_state(
+        self, state: Mapping[str, Tensor], saved_ranks: Sequence[Mapping[str, Tensor]] | None = None
+    ) -> None:
+        """Nothing here belongs to a rank."""
+
+    def synchronize(self, slices: Sequence[Slice]) -> bool:
+        return False
+
     def bytes(self) -> dict[str, int]:
         return bytes_by_tier(
             value for kept in self._optimizer.state.values() for value in kept.values() if isinstance(value, Tensor)

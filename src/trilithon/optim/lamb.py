@@ -7,6 +7,7 @@ are made whole by one small sum over the ranks, two numbers per parameter in an 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,15 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trilithon.contracts import ReduceOp, Shard, Slice, State, StateStore, SyncMode
+from trilithon.contracts import ReduceOp, Shard, Slice, StateStore, SyncMode
+from trilithon.errors import TierError
 from trilithon.kernels import sum_of_squares
 from trilithon.kernels.chunks import chunks
-from trilithon.optim.elementwise import Settings, read_updates
+from trilithon.optim.elementwise import READ_AHEAD, Settings, read_updates
 from trilithon.optim.formulas import lamb_direction, lamb_moments_, lamb_ratio
 from trilithon.optim.participation import Participation, cut
-from trilithon.tiers import ResidentStore, filled
+from trilithon.tiers import HostLink, ResidentStore, filled, home_of
 
 _NAME = "lamb"
+LAMB_FIELDS = ("exp_avg", "exp_avg_sq")
 
 
 class Lamb:
@@ -42,8 +45,10 @@ class Lamb:
         self.groups = groups
         self._place = {name: index for index, name in enumerate(names)}
         self._device = device
-        self._participation = Participation()
+        self.totals: list[list[float]] = []  # squares of weights and direction in the last step, by place of the name
+        self.participation = Participation()
         self._store = store if store is not None else ResidentStore()
+        self._link = HostLink()
 
     def sync_mode(self, step: int) -> SyncMode:
         return SyncMode.MEAN
@@ -57,26 +62,50 @@ class Lamb:
         done: Callable[[Slice], None],
         combine: Callable[[Tensor, ReduceOp], Tensor],
     ) -> None:
-        self._participation.begin(slices)
+        self.participation.begin(slices)
         squares = [[0.0, 0.0] for _ in self._place]  # of the weights and of the direction, per parameter
-        for slice_ in slices:
-            with self.state(slice_, write=True) as state:
-                self._move_moments(slice_, state, grad_scale)
+        failure: TierError | None = None
+        try:
+            for slice_, state in self._borrowed(slices):
+                if state is None:
+                    continue
+                with self._link.near(slice_, home_of(slice_, state), write=False) as near:
+                    self._move_moments(near, state, grad_scale)
                 for shard, weights, direction in self._directions(slice_, state):
                     mine = squares[self._place[shard.name]]
                     mine[0] += sum_of_squares(weights) / slice_.copies
                     mine[1] += sum_of_squares(direction) / slice_.copies
+        except TierError as error:  # the other ranks wait for the sums
+            failure = error
         packed = torch.tensor(squares, dtype=torch.float64, device=self._device).reshape(-1)
-        totals = combine(packed, ReduceOp.SUM).reshape(-1, 2).tolist()
-        for slice_ in slices:
-            with self.state(slice_, write=True) as state:
+        self.totals = totals = combine(packed, ReduceOp.SUM).reshape(-1, 2).tolist()
+        if failure is not None:
+            raise failure
+        for slice_, state in self._borrowed(slices):
+            if state is not None:
                 self._move_weights(slice_, state, totals)
             done(slice_)
+
+    def _borrowed(self, slices: Sequence[Slice]) -> Iterator[tuple[Slice, Mapping[str, Tensor] | None]]:
+        """Each slice with its state, to be changed, while the next ones are read; None where nothing moves."""
+        moving = [slice_ for slice_ in slices if any(shard.name not in slice_.idle for shard in slice_.shards)]
+        following = iter(moving)
+        ahead = list(itertools.islice(following, READ_AHEAD + 1))
+        for slice_ in slices:
+            if not ahead or slice_ is not ahead[0]:
+                yield slice_, None
+                continue
+            ahead.pop(0)
+            with self.state(slice_, write=True) as state:
+                for coming in ahead:
+                    self._store.prefetch(coming.key)
+                ahead += itertools.islice(following, 1)
+                yield slice_, state
 
     def _move_moments(self, slice_: Slice, state: Mapping[str, Tensor], grad_scale: float) -> None:
         settings = self.groups[slice_.group]
         betas = (float(settings["betas"][0]), float(settings["betas"][1]))
-        for start, stop, _ in self._participation.runs(slice_):
+        for start, stop, _ in self.participation.runs(slice_):
             part, its = cut(slice_, state, start, stop)
             lamb_moments_(part.grad, its["exp_avg"], its["exp_avg_sq"], betas=betas, grad_scale=grad_scale)
 
@@ -90,7 +119,7 @@ class Lamb:
             )
             weights.sub_(direction.mul_(float(settings["lr"]) * ratio))
         if slice_.low is not None:
-            slice_.low.copy_(slice_.master)
+            slice_.low.copy_(state["master"])
 
     def _directions(self, slice_: Slice, state: Mapping[str, Tensor]) -> Iterator[tuple[Shard, Tensor, Tensor]]:
         """Cache-sized parts of every shard: (shard, weights [m], direction [m]); the direction is made anew each time.
@@ -100,7 +129,7 @@ class Lamb:
         settings = self.groups[slice_.group]
         for shard in (shard for shard in slice_.shards if shard.name not in slice_.idle):
             span = slice(shard.offset, shard.offset + shard.numel)
-            p, m, v = slice_.master[span], state["exp_avg"][span], state["exp_avg_sq"][span]
+            p, m, v = state["master"][span], state["exp_avg"][span], state["exp_avg_sq"][span]
             for part in chunks(p):
                 direction = lamb_direction(
                     torch.empty_like(p[part]),
@@ -110,27 +139,39 @@ class Lamb:
                     betas=(float(settings["betas"][0]), float(settings["betas"][1])),
                     eps=float(settings["eps"]),
                     weight_decay=float(settings.get("weight_decay", 0.0)),
-                    step=self._participation.of(shard.name),
+                    step=self.participation.of(shard.name),
                     bias_correction=bool(settings.get("bias_correction", True)),
                 )
                 yield shard, p[part], direction
 
     @contextmanager
     def state(self, slice_: Slice, *, write: bool = False) -> Iterator[Mapping[str, Tensor]]:
-        def make() -> State:
-            return {name: filled(slice_.master, 0.0) for name in ("exp_avg", "exp_avg_sq")}
-
-        with self._store.borrow(slice_.key, make, write=write) as state:
+        with self._store.borrow(slice_.key, dict, write=write) as state:
+            for name in LAMB_FIELDS:
+                if name not in state:
+                    state[name] = filled(state.get("master", slice_.master), 0.0)
             yield {"master": slice_.master, **state}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rule": _NAME, **self._participation.state_dict()}
+        return {"rule": _NAME, **self.participation.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._participation.load(read_updates(state, _NAME), state.get("missed", {}))
+        self.participation.load(read_updates(state, _NAME), state.get("missed", {}))
+
+    def rank_state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_rank_state(
+        self, state: Mapping[str, Tensor], saved_ranks: Sequence[Mapping[str, Tensor]] | None = None
+    ) -> None:
+        """Nothing here belongs to a rank."""
+
+    def synchronize(self, slices: Sequence[Slice]) -> bool:
+        return False
 
     def bytes(self) -> dict[str, int]:
         return self._store.bytes()
 
     def close(self) -> None:
         self._store.close()
+        self._link.close()

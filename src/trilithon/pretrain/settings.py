@@ -212,8 +212,8 @@ def _engine(raw: Mapping[str, Any], given: Mapping[str, Any], steps: int, where:
     """The engine's part: what the file leaves open gets values that train a language model."""
     written = Config.load(raw, overrides=_without_partial_choices(given), name=where)
     settings: dict[str, Any] = {}
-    if written.optimizer is None and _kind(given, "optimizer") in (None, "adamw"):
-        settings["optimizer"] = {"kind": "adamw", "lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    if written.optimizer is None:
+        settings.update(_optimizer(_kind(given, "optimizer"), steps))
     if written.lr_schedule is None and _kind(given, "lr_schedule") in (None, *_DECAYING):
         settings["lr_schedule"] = {
             "kind": "cosine",
@@ -236,6 +236,22 @@ def _engine(raw: Mapping[str, Any], given: Mapping[str, Any], steps: int, where:
         settings["monitor"] = left_open
     _merge(settings, _nested(given))
     return Config.load(raw, overrides=settings, name=where)
+
+
+def _optimizer(kind: Any, steps: int) -> dict[str, Any]:
+    """Settings of the rules that have usual ones for a language model; a warm-up takes a fifth of the run."""
+    usual = {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    warm_up = max(steps // 5, 1)
+    match kind:
+        case None | "adamw":
+            return {"optimizer": {"kind": "adamw", **usual}}
+        case "onebit_adam" | "apmsqueeze":
+            return {"optimizer": {"kind": kind, **usual, "freeze_step": warm_up}}
+        case "zero_one_adam":
+            return {"optimizer": {"kind": kind, **usual, "var_freeze_step": warm_up}}
+        case "onebit_lamb":
+            return {"optimizer": {"kind": kind, "freeze_step": warm_up}}
+    return {}
 
 
 def _kind(given: Mapping[str, Any], block: str) -> Any:

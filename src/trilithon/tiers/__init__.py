@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
+from trilithon.tiers.disk import RunFolder, free_bytes
+from trilithon.tiers.disk_store import DiskStore
+from trilithon.tiers.files import PAGE, File, FileIO, Ticket, page_up
+from trilithon.tiers.link import HostLink, home_of
 from trilithon.tiers.resident import filled, resident, settle
-from trilithon.tiers.store import ResidentStore, bytes_by_tier
+from trilithon.tiers.staging import Lease, Staging
+from trilithon.tiers.store import ResidentStore, SplitStore, bytes_by_tier
 
-__all__ = ["ResidentStore", "bytes_by_tier", "filled", "resident", "settle"]
+__all__ = [
+    "PAGE",
+    "DiskStore",
+    "File",
+    "FileIO",
+    "HostLink",
+    "Lease",
+    "ResidentStore",
+    "RunFolder",
+    "SplitStore",
+    "Staging",
+    "Ticket",
+    "bytes_by_tier",
+    "filled",
+    "free_bytes",
+    "home_of",
+    "page_up",
+    "resident",
+    "settle",
+]

@@ -10,9 +10,9 @@ Two contexts are for users, the rest is for the engine.
 
 from __future__ import annotations
 
-from trilithon.zero.composite import Placement, Replicas
+from trilithon.zero.composite import RankPlacement, Replicas
 from trilithon.zero.gather import gathered
 from trilithon.zero.init import init
 from trilithon.zero.sharding import Communicators, Precisions, ZeroSharding
 
-__all__ = ["Communicators", "Placement", "Precisions", "Replicas", "ZeroSharding", "gathered", "init"]
+__all__ = ["Communicators", "Precisions", "RankPlacement", "Replicas", "ZeroSharding", "gathered", "init"]

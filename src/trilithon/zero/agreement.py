@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from trilithon.contracts import Collectives, ReduceOp, Tag
+from trilithon.errors import TierError
+from trilithon.zero.gradients import UnitGradients
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
     """What all ranks agree on before an update."""
 
-    squared_norm: float  # of the mean gradient as it is stored; not finite when an element is not
+    squared_norm: float  # of the mean gradient as it is stored (see `local` for local ones); tells if all is finite
     idle: frozenset[str]  # parameters that got no gradient on any rank in this window
     extra: tuple[float, ...]  # the caller's numbers, summed over ranks
 
@@ -37,6 +39,20 @@ class Agreement:
         vector = torch.tensor(flags, dtype=torch.int32, device=self._device)
         self._control.all_reduce(vector, Tag(what, step=self.step), ReduceOp.MAX).wait()
         return [bool(value) for value in vector.tolist()]
+
+    def raise_together(self, error: TierError | None, what: str) -> None:
+        """Raises TierError on every rank, naming the ranks that failed, if any rank has an error."""
+        if not self.any_rank([error is not None], what)[0]:
+            return
+        told = self.exchange(str(error) if error is not None else None, what)
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+        raise TierError(f"{what} failed on {len(failed)} of {len(told)} ranks. " + " ".join(failed)) from error
+
+    def idle(self, gradients: Sequence[UnitGradients]) -> frozenset[str]:
+        """The parameters that got no gradient on any rank in this window."""
+        names = [field.name for one in gradients for field in one.unit.layout.fields]
+        used = self.any_rank([here for one in gradients for here in one.used], "unused parameters")
+        return frozenset(name for name, here in zip(names, used, strict=True) if not here)
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """One small value from every rank, in rank order."""

@@ -51,7 +51,7 @@ class Replicas:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placement:
+class RankPlacement:
     """Where one parameter lives, if it is not like the others.
 
     replicas: who else holds it; None for the data axis. region, parts: it is a block of a larger parameter, which the
@@ -84,7 +84,7 @@ class Places:
     """
 
     def __init__(
-        self, control: Collectives, gather: Collectives, reduce: Collectives, placements: Mapping[int, Placement]
+        self, control: Collectives, gather: Collectives, reduce: Collectives, placements: Mapping[int, RankPlacement]
     ) -> None:
         self._control, self._placements = control, placements
         self._data = Replicas("", gather, reduce, reduce.world_size, lambda rank: rank)
@@ -107,6 +107,10 @@ class Places:
     def of(self, entry: Entry) -> Replicas:
         """The ranks that hold a parameter."""
         return entry.place if isinstance(entry.place, Replicas) else self._data
+
+    def alone(self, entry: Entry) -> bool:
+        """No other rank holds this parameter."""
+        return self.of(entry).world_size == 1
 
     def copies(self, unit: Unit, *, whole: bool) -> int:
         """Ranks that contribute the same elements to a sum over the control group. whole: each holds all state."""

@@ -1,4 +1,4 @@
-"""Which part of each unit this rank updates: one slice per unit and parameter group, with the shards inside it."""
+"""Which part of each unit this rank updates: slices of one unit and parameter group, with the shards inside them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from trilithon.contracts import Shard, Slice
 from trilithon.zero.gradients import UnitGradients
 from trilithon.zero.layout import Piece
+from trilithon.zero.masters import Masters, Span
 from trilithon.zero.unit import Unit
 
 
@@ -22,29 +24,25 @@ class Cut:
     keys_of: dict[int, set[str]] = field(default_factory=dict)  # by index of the unit
 
     @staticmethod
-    def of(gradients: Sequence[UnitGradients]) -> Cut:
+    def of(gradients: Sequence[UnitGradients], masters: Masters) -> Cut:
         """Cuts what this rank owns of every trainable unit."""
         cut = Cut()
         for one in gradients:
             cut.keys_of[one.unit.index] = set()
-            low, high = one.unit.own
-            for group, start, stop in one.unit.layout.group_ranges(low, high):
-                cut._add(one, group, start, stop)
+            for span in masters.spans(one.unit):
+                cut._add(one, span, masters.value(one.unit, span))
         return cut
 
-    def _add(self, gradients: UnitGradients, group: int, start: int, stop: int) -> None:
+    def _add(self, gradients: UnitGradients, span: Span, master: Tensor) -> None:
         unit = gradients.unit
-        pieces = list(unit.layout.pieces(start, stop))
-        if not pieces:
-            return
-        here = slice(start - unit.own[0], stop - unit.own[0])
-        same = unit.master.data_ptr() == unit.shard.data_ptr() and unit.master.numel() > 0
+        here = slice(span.start - unit.own[0], span.stop - unit.own[0])
+        low, pieces = unit.shard[here], unit.layout.pieces(span.start, span.stop)
         part = Slice(
-            key=f"{unit.name}/{group}",
-            group=group,
-            master=unit.master[here],
-            grad=unit.master[:0],
-            low=None if same else unit.shard[here],
+            key=span.key,
+            group=span.group,
+            master=master,
+            grad=torch.empty(0, dtype=master.dtype),
+            low=None if master.device.type != "meta" and master.data_ptr() == low.data_ptr() else low,
             shards=[shard for piece in pieces for shard in shards_of(piece)],
         )
         self.slices.append(part)

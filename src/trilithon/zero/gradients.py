@@ -8,11 +8,13 @@ the boundary, is `keep_full`; Rajbhandari et al. 2020, arXiv:1910.02054, section
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from trilithon.contracts import Collectives, Handle, Tag
-from trilithon.kernels import count_non_finite
+from trilithon.kernels import count_non_finite, sum_of_squares
 from trilithon.tiers import resident
 from trilithon.zero.unit import Unit
 
@@ -40,6 +42,7 @@ class UnitGradients:
         self._missing = count  # arrivals still expected in this backward
         self.used = [False] * count  # in this accumulation window
         self.result: Tensor | None = None  # [own] mean over ranks of what has been reduced in this window
+        self.local: Tensor | None = None  # [padded] this rank's own gradient of the window, when nobody reduces it
         self._full: Tensor | None = None  # [padded] contributions that no reduction has taken yet
         self._filled = [False] * count
         self._pending: list[Handle] = []
@@ -130,10 +133,7 @@ class UnitGradients:
     # ------------------------------------------------------------------------------------------------- reducing
     def launch(self, tag: Tag) -> None:
         """Reduce what is here, missing parts as zero; the sum lands in `result` when `land` is called."""
-        full = self._full if self._full is not None else self._fresh(deferred=False)
-        for field, filled in zip(self.unit.layout.fields, self._filled, strict=True):
-            if not filled:
-                full[field.start : field.stop].zero_()
+        full = self._complete()
         if full.device.type == "cpu" and count_non_finite(full):  # elsewhere asking would stall the stream
             fields = self.unit.layout.fields
             self.non_finite += [field.name for field in fields if count_non_finite(full[field.start : field.stop])]
@@ -151,6 +151,33 @@ class UnitGradients:
             out, accumulate = (self.result[low:high] if self._whole_result else self.result), True
         handle = self._reducer.reduce_scatter(wire, out, tag, scale=1.0 / self._divisor, accumulate=accumulate)
         self._pending.append(handle)
+
+    def _complete(self) -> Tensor:
+        """[padded] what is here, with zeros for what is missing."""
+        full = self._full if self._full is not None else self._fresh(deferred=False)
+        for field, filled in zip(self.unit.layout.fields, self._filled, strict=True):
+            if not filled:
+                full[field.start : field.stop].zero_()
+        return full
+
+    def keep_local(self) -> float:
+        """Instead of reducing: what is here is this rank's gradient. Returns the sum of its squares."""
+        full = self.local = self._complete()
+        low, high = self.unit.own
+        self.result = full[low:high]
+        squares = sum_of_squares(full)
+        fields = self.unit.layout.fields if not math.isfinite(squares) else ()
+        self.non_finite = [field.name for field in fields if count_non_finite(full[field.start : field.stop])]
+        return squares
+
+    def mean_of_local(self, tag: Tag) -> Tensor:
+        """[own] the mean over ranks of `local`, which stays as it is."""
+        assert self.local is not None
+        wide = torch.promote_types(self.local.dtype, torch.float32)
+        total = self.local.to(wide, copy=True)
+        self._reducer.all_reduce(total, tag).wait()
+        low, high = self.unit.own
+        return total.div_(self._reducer.world_size)[low:high]
 
     def _result_buffer(self, numel: int, like: Tensor) -> Tensor:
         if self._spare is not None and self._spare.dtype == self._accumulate:
@@ -182,7 +209,7 @@ class UnitGradients:
         """The window is over: forget its gradients, keep the memory for the next."""
         self.land()
         self._spare = self._owner_of_result if self._owner_of_result is not None else self._full
-        self.result = self._owner_of_result = self._full = None
+        self.result = self._owner_of_result = self._full = self.local = None
         self.used = [False] * len(self.used)
         self.non_finite = []
 

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from trilithon.config import ZeroConfig
 from trilithon.zero.layout import Region
 
 
@@ -84,6 +85,27 @@ def entries_of(model: nn.Module, group_of: Callable[[nn.Parameter], int], low: t
             dtype = low or torch.float32
         group = group_of(param) if param.requires_grad and dtype.is_floating_point else FROZEN
         yield Entry(name, param, group, dtype, tuple(homes[id(param)]))
+
+
+def unit_plans(
+    model: nn.Module, entries: Sequence[Entry], stage: int, settings: ZeroConfig, alone: Callable[[Entry], bool]
+) -> list[UnitPlan]:
+    """What the units will hold. alone: this rank is the only one that holds a parameter, so that there is nothing to
+    cut at any stage."""
+    if stage < 3:
+        trainable = [entry for entry in entries if entry.trainable]
+        total = sum(entry.param.numel() for entry in trainable)
+        return buckets(trainable, settings.bucket_numel or automatic_bucket_numel(total))
+    here = [entry for entry in entries if alone(entry) and entry.trainable]
+    bucket_numel = settings.bucket_numel or automatic_bucket_numel(sum(entry.param.numel() for entry in here))
+    return buckets(here, bucket_numel, name="here") + by_module(
+        model,
+        [entry for entry in entries if not alone(entry)],
+        bucket_numel=settings.bucket_numel,
+        unit_classes=settings.unit_classes,
+        persist_below_numel=settings.persist_below_numel,
+        persist_total_numel=settings.persist_total_numel,
+    )
 
 
 def automatic_bucket_numel(total: int) -> int:

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,11 @@ from torch.utils.hooks import RemovableHandle
 
 from trilithon.config import ZeroConfig
 from trilithon.contracts import Collectives, ReduceOp, Slice, SyncMode, Tag
-from trilithon.errors import ProtocolError
-from trilithon.kernels import sum_of_squares
+from trilithon.errors import ProtocolError, TierError
 from trilithon.zero import grouping, window
 from trilithon.zero.agreement import Agreement, Settled
-from trilithon.zero.composite import Placement, Places
+from trilithon.zero.averaged import AveragedGradients
+from trilithon.zero.composite import Places, RankPlacement
 from trilithon.zero.cutting import Cut
 from trilithon.zero.gradients import UnitGradients
 from trilithon.zero.grouping import UnitPlan
@@ -37,6 +37,8 @@ from trilithon.zero.held_gradient import HeldGradients, hide_all
 from trilithon.zero.holding import Holding
 from trilithon.zero.init import built_values
 from trilithon.zero.layout import FlatLayout
+from trilithon.zero.local import LocalGradients
+from trilithon.zero.masters import Masters, Placement
 from trilithon.zero.materialize import initial_values, refuse_unready
 from trilithon.zero.publishing import Publishing
 from trilithon.zero.reduction import ReductionQueue
@@ -44,6 +46,7 @@ from trilithon.zero.residency import GatherOnUse, in_backward
 from trilithon.zero.sharded_parameter import forget_owner, set_owner
 from trilithon.zero.unit import Unit
 
+T = TypeVar("T")
 _RUNNING: list[ZeroSharding] = []  # whose backward autograd is executing; innermost last
 
 
@@ -78,30 +81,46 @@ class ZeroSharding:
 
     def __init__(  # noqa: PLR0917 (made once, by engine.build)
         self, model: nn.Module, group_of: Callable[[nn.Parameter], int], settings: ZeroConfig, comm: Communicators,
-        precisions: Precisions, device: torch.device, placements: Mapping[int, Placement] | None = None,
+        precisions: Precisions, device: torch.device, placement: Placement | None = None,
+        placements: Mapping[int, RankPlacement] | None = None,
     ) -> None:  # fmt: skip
+        """placement: where masters rest; None on the device."""
         self.stage = settings.stage if comm.control.world_size > 1 else min(settings.stage, 1)
         self._comm, self._precisions, self._device = comm, precisions, device
         self._step, self._micro, self._window_open = -1, -1, False
         self._deferred = self._abandoned = False
         self._places = Places(comm.control, comm.gather, comm.reduce, placements or {})
         self.entries = self._places.put(list(grouping.entries_of(model, group_of, precisions.low)))
+        self._sync = SyncMode.MEAN
         for entry in self.entries:
             refuse_unready(entry.name, entry.param)
         self._frozen = [entry for entry in self.entries if not entry.param.requires_grad]
-        self.units = [self._make_unit(plan, index) for index, plan in enumerate(self._plans(model, settings))]
+        trained = sum(entry.param.numel() for entry in self.entries if entry.trainable)
+        self._masters = Masters(placement, trained // (self.world_size if self.stage else 1))
+        plans = grouping.unit_plans(model, self.entries, self.stage, settings, self._places.alone)
+        self.units = [self._make_unit(plan, index) for index, plan in enumerate(plans)]
         self._replicate_frozen()
         trainable = [unit for unit in self.units if unit.trainable]
         self._gradients = [self._make_gradients(unit) for unit in trainable]
         self._queue = ReductionQueue(self._gradients, comm.control, overlap=settings.overlap, may_block=self.stage < 3)
         self._residency = self._make_residency(model, settings) if self.stage == 3 else None
         self._agree = Agreement(comm.control, device)
+        self.local = LocalGradients(self._gradients, self._agree, self.world_size)
+        self._averaged = AveragedGradients(self._gradients, self._agree, self._queue, self._places)
+        self.before_hold: Callable[[], None] = lambda: None  # what has to happen before values are read or rewritten
+        self._fallible = placement is not None and placement.fallible
         self._holding = Holding(
-            self.units, self._outside, comm.control, self._residency, self._agree.any_rank, self._places.writer_of
+            self.units,
+            self._outside,
+            comm.control,
+            self._residency,
+            self._agree.any_rank,
+            self._take_over,
+            self._places.writer_of,
         )
         for entry in self.entries:
             set_owner(entry.param, self, keep=False)
-        self._cut = Cut.of(self._gradients)
+        self._cut = Cut.of(self._gradients, self._masters)
         for part in self._cut.slices:
             part.copies = self._places.copies(self._cut.ranges[part.key][0].unit, whole=self.stage == 0)
         self._publishing = Publishing(trainable, self._cut.keys_of)
@@ -114,23 +133,6 @@ class ZeroSharding:
         )
 
     # ---------------------------------------------------------------------------------------------- construction
-    def _plans(self, model: nn.Module, settings: ZeroConfig) -> list[UnitPlan]:
-        if self.stage < 3:
-            trainable = [entry for entry in self.entries if entry.trainable]
-            total = sum(entry.param.numel() for entry in trainable)
-            return grouping.buckets(trainable, settings.bucket_numel or grouping.automatic_bucket_numel(total))
-        alone = {entry for entry in self.entries if self._places.of(entry).world_size == 1}  # nothing left to cut
-        kept = [entry for entry in self.entries if entry in alone and entry.trainable]
-        bucket_numel = grouping.automatic_bucket_numel(sum(entry.param.numel() for entry in kept))
-        return grouping.buckets(kept, settings.bucket_numel or bucket_numel, name="here") + grouping.by_module(
-            model,
-            [entry for entry in self.entries if entry not in alone],
-            bucket_numel=settings.bucket_numel,
-            unit_classes=settings.unit_classes,
-            persist_below_numel=settings.persist_below_numel,
-            persist_total_numel=settings.persist_total_numel,
-        )
-
     def _make_unit(self, plan: UnitPlan, index: int) -> Unit:
         entries = sorted(plan.entries, key=lambda entry: entry.group)
         first = entries[0]
@@ -152,7 +154,7 @@ class ZeroSharding:
         )
         self._module_of_unit = {**getattr(self, "_module_of_unit", {}), unit: plan.module}
         self._places.of_unit[unit] = replicas
-        unit.adopt(initial_values(unit, replicas.gather, self._device))
+        self._masters.adopt(unit, initial_values(unit, replicas.gather, self._device))
         return unit
 
     def _make_gradients(self, unit: Unit) -> UnitGradients:
@@ -213,9 +215,13 @@ class ZeroSharding:
         return self._comm.control.rank
 
     def begin_step(self, sync: SyncMode, step: int) -> None:
-        if sync is not SyncMode.MEAN:
-            raise ProtocolError("update rules that communicate themselves (SyncMode.LOCAL) are not in this version")
+        if sync is SyncMode.LOCAL and self.stage > 1:
+            raise ProtocolError(
+                f"an update rule that communicates itself needs whole gradients on every rank, and zero.stage="
+                f"{self.stage} cuts them during backward. Use zero.stage 0 or 1."
+            )
         self._refuse_unfrozen()
+        self._sync = sync
         self._step = self._agree.step = step
         self._micro = -1
         if self._residency is not None:
@@ -232,7 +238,7 @@ class ZeroSharding:
 
     def micro_step(self, last: bool) -> None:
         self._micro += 1
-        self._deferred = not last and self.stage < 2
+        self._deferred = (not last or self._sync is SyncMode.LOCAL) and self.stage < 2
         self._begin_backward(reduce=not self._deferred)
 
     def micro_step_without_sync(self) -> None:
@@ -297,36 +303,9 @@ class ZeroSharding:
 
     def settle(self, extra: Sequence[float] = ()) -> Settled:
         """Agree on the gradient of this window. Collective; may be called again with the same result."""
-        missing = [not all(gradients.used) for gradients in self._gradients]
-        numbers = [self._squared_norm(), float(sum(missing)), self._count_dirty(), *extra]
-        agreed = self._agree.sum(numbers, "gradient norm")
-        if agreed[2] > 0:
-            dirty = self._agree.any_rank([g.dirty or g.result is None for g in self._gradients], "late gradients")
-            self._queue.flush_late([index for index, late in enumerate(dirty) if late])
-            agreed[0] = self._agree.sum([self._squared_norm()], "gradient norm")[0]
-        idle: frozenset[str] = frozenset()
-        if agreed[1] > 0:
-            names = [field.name for g in self._gradients for field in g.unit.layout.fields]
-            used = self._agree.any_rank([u for g in self._gradients for u in g.used], "unused parameters")
-            idle = frozenset(name for name, here in zip(names, used, strict=True) if not here)
-        self._spread()
+        settled = (self.local if self.keeps_local else self._averaged).settle(extra, self._step, self._micro)
         self._cut.hand_out_gradients()
-        return Settled(agreed[0], idle, tuple(agreed[3:]))
-
-    def _squared_norm(self) -> float:
-        """Of the part that this rank has reduced: every element counts on exactly one rank."""
-        total = 0.0
-        for gradients in self._gradients:
-            if gradients.result is not None:
-                replicas = self._places.of_unit[gradients.unit]
-                low, high = gradients.unit.layout.owned(replicas.rank)
-                whole = gradients.unit.own == (0, gradients.unit.layout.padded)
-                squares = sum_of_squares(gradients.result[low:high] if whole else gradients.result)
-                total += squares if replicas.counted == 1 else squares / replicas.counted
-        return total
-
-    def _count_dirty(self) -> float:
-        return float(sum(gradients.dirty or gradients.result is None for gradients in self._gradients))
+        return settled
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Collective: one small value from every rank, in rank order."""
@@ -335,12 +314,6 @@ class ZeroSharding:
     def non_finite_here(self) -> list[str]:
         """Parameters whose gradient was not finite on this rank before it was reduced."""
         return [name for gradients in self._gradients for name in gradients.non_finite]
-
-    def _spread(self) -> None:
-        handles = [g.spread(g.unit.tag(self._step, self._micro)) for g in self._gradients]
-        for handle in handles:
-            if handle is not None:
-                handle.wait()
 
     def slices(self) -> Sequence[Slice]:
         return self._cut.slices
@@ -401,19 +374,28 @@ class ZeroSharding:
     def trainable_names(self) -> list[str]:
         return [field.name for gradients in self._gradients for field in gradients.unit.layout.fields]
 
+    @property
+    def keeps_local(self) -> bool:
+        """This window began with SyncMode.LOCAL: its gradients are `local`."""
+        return self._sync is SyncMode.LOCAL
+
     def full(self, kind: str, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Collective. Views of one unit's gathered values at a time: clone what should outlive the next item."""
         if kind == "grad":
             if not self._window_open:
                 raise ProtocolError("no gradient is here: ask between the last engine.backward() and engine.step()")
             self.settle()
+            if self.keeps_local:
+                yield from self.full_of(lambda unit: self.local.mean(unit, self._step), names)
+                return
             by_unit = {g.unit.index: g.result for g in self._gradients}
             yield from self.full_of(lambda unit: by_unit.get(unit.index), names)
             return
         if kind not in ("param", "master"):
             raise ProtocolError(f"unknown kind '{kind}'; there are 'param', 'master' and 'grad'")
         master = kind == "master"
-        yield from self.full_of(lambda unit: unit.master if master and unit.trainable else unit.shard, names)
+        own_of = lambda unit: self._masters.of(unit) if master and unit.trainable else unit.shard  # noqa: E731
+        yield from self.full_of(own_of, names)
         wanted = set(names)
         for entry in self._outside:
             if entry.name in wanted:
@@ -424,7 +406,7 @@ class ZeroSharding:
         wanted, entries = set(names), {entry.name: entry for entry in self.entries}
         for unit in self.units:
             fields = [field for field in unit.layout.fields if field.name in wanted]
-            own = own_of(unit) if fields else None
+            own = self.together(lambda unit=unit: own_of(unit), "reading state") if fields else None  # type: ignore[misc]
             if own is None:
                 continue
             whole = own
@@ -434,6 +416,32 @@ class ZeroSharding:
             for field in fields:
                 here = whole[field.start : field.stop].view(field.shape)
                 yield field.name, self._places.join(entries[field.name], here, self._step)
+
+    def raise_together(self, error: TierError | None, what: str) -> None:
+        """If this rank or another one has an error, all raise it. Collective if state is on disk, else nothing."""
+        if self._fallible:
+            self._agree.raise_together(error, what)
+        elif error is not None:
+            raise error
+
+    def together(self, action: Callable[[], T], what: str) -> T:
+        """Do what may fail on one rank alone. Collective if state is on disk; then TierError is raised on all ranks."""
+        if not self._fallible:
+            return action()
+        found, error = None, None
+        try:
+            found = action()
+        except TierError as caught:
+            error = caught
+        self.raise_together(error, what)
+        return cast(T, found)
+
+    def _take_over(self, places: Sequence[tuple[Unit, int]]) -> None:
+        def all_of_them() -> None:
+            for unit, index in places:
+                self._masters.take_over(unit, index)
+
+        self.together(all_of_them, "gathered(modify=)")
 
     def slices_of(self, unit: Unit) -> list[tuple[Slice, int, int]]:
         """(slice, start, stop) in the unit's owned range."""
@@ -448,6 +456,7 @@ class ZeroSharding:
         return self.hold([entry.param for entry in self.entries if entry.name in wanted], modify)
 
     def hold(self, params: Sequence[nn.Parameter], modify: int | None) -> AbstractContextManager[Mapping[str, Tensor]]:
+        self.before_hold()
         return self._holding.hold(params, modify, self._step)
 
     def begin_uneven(self) -> None:
@@ -469,7 +478,7 @@ class ZeroSharding:
         size = Tensor.element_size
         values = sum((u.flat if u.whole_values else u.shard).numel() * size(u.flat) for u in self.units)
         outside = sum(e.param.numel() * size(e.param) for e in self._outside)
-        master = sum(u.master.numel() * size(u.master) for u in self.units if u.master.data_ptr() != u.shard.data_ptr())
+        master = sum(self._masters.bytes(unit) for unit in self.units)
         live = sum(u.flat.untyped_storage().nbytes() for u in self.units if not u.whole_values)
         gradients = sum(g.bytes() for g in self._gradients)
         return {"parameters": values + outside, "gradients": gradients, "master": master, "in_flight": live}

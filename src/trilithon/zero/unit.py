@@ -73,8 +73,11 @@ class Unit:
         self.residency = Residency.WHOLE
 
     # ---------------------------------------------------------------------------------------------- construction
-    def adopt(self, values: Tensor) -> None:
-        """Take over whole initial values, [padded] in the master type, gaps zero; they may be freed afterwards."""
+    def adopt(self, values: Tensor, *, keep_master: bool = True) -> None:
+        """Take over whole initial values, [padded] in the master type, gaps zero; they may be freed afterwards.
+
+        keep_master: False when the masters of this rank rest elsewhere.
+        """
         low, high = self.own
         if self.whole_values:
             self.flat = settle(values, self.dtype)
@@ -87,8 +90,8 @@ class Unit:
             self.shard = mine
         else:
             self.shard = settle(values[low:high], self.dtype)
-        if not self.trainable:
-            self.master = self.flat[:0].clone()
+        if not self.trainable or not keep_master:
+            self.master = torch.empty(0, dtype=self.master_dtype if self.trainable else self.dtype)
         elif self.dtype == self.master_dtype:
             self.master = self.shard
         else:
@@ -148,7 +151,7 @@ class Unit:
         return self.comm.all_gather(self.flat, self.shard, tag)
 
     def take_over(self, field_index: int) -> None:
-        """The whole values of one parameter were rewritten: refresh this rank's shard and master. While WHOLE.
+        """The whole values of one parameter were rewritten: refresh this rank's shard and resident master. While WHOLE.
 
         A master that still rounds to the value beside it was not written, and keeps its digits.
         """
@@ -159,6 +162,11 @@ class Unit:
         here = slice(low - self.own[0], high - self.own[0])
         if not self.whole_values:
             self.shard[here].copy_(self.flat[low:high])
-        if self.trainable and self.master.data_ptr() != self.shard.data_ptr():
-            written = self.master[here].to(self.dtype) != self.flat[low:high]
-            self.master[here] = torch.where(written, self.flat[low:high].to(self.master_dtype), self.master[here])
+        if self.master.numel() and self.master.data_ptr() != self.shard.data_ptr():
+            self.rewrite(self.master[here], self.flat[low:high])
+
+    def rewrite(self, master: Tensor, values: Tensor) -> None:
+        """master [n] follows values [n] of the unit's type where they were written."""
+        beside = values.to(master.device)
+        written = master.to(self.dtype) != beside
+        master.copy_(torch.where(written, beside.to(self.master_dtype), master))

@@ -288,16 +288,16 @@ def test_values_in_the_wrong_order_are_noticed(copied):
 @pytest.mark.parametrize(
     "name, text",
     [
-        ("layer_00-model_00-model_states.pt", "of a pipeline"),
-        ("layer_0_expert_1_mp_rank_00_model_states.pt", "with experts"),
-        ("mp_rank_01_model_states.pt", "of several model-parallel ranks"),
-        ("offloaded_tensors", "with optimizer state in swap files"),
+        ("layer_00-model_00-model_states.pt", "of a pipeline.*ds_to_universal"),
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", "with experts.*are not read in this version"),
+        ("mp_rank_01_model_states.pt", "of several model-parallel ranks.*ds_to_universal"),
+        ("offloaded_tensors", "with optimizer state in swap files.*with the state on the host"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(copied, name, text):
     folder = copied("zero1_fp32")
     torch.save({}, folder / "global_step3" / name)
-    with pytest.raises(CheckpointError, match=text + ".*ds_to_universal"):
+    with pytest.raises(CheckpointError, match=text):
         open_checkpoint(folder)
 
 

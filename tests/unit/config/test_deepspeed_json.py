@@ -172,6 +172,29 @@ def test_dotted_keys_are_noted_as_idle():
     assert any("unknown key" in problem for problem in problems_of({"zero_optimisation.stage": 2}))
 
 
+def test_offloaded_state_is_mapped():
+    block = {"device": "nvme", "nvme_path": "/disk", "buffer_count": 5, "ratio": 0.5, "pin_memory": True}
+    config = load(
+        {
+            "zero_optimization": {"stage": 2, "offload_optimizer": block},
+            "aio": {"block_size": 1048576, "queue_depth": 6, "single_submit": False},
+        }
+    )
+    offload = config.offload
+    assert (offload.state, str(offload.path), offload.buffers, offload.ratio) == ("disk", "/disk", 5, 0.5)
+    assert (offload.piece_bytes, offload.threads) == (1048576, 6)
+    assert noted(config, "zero_optimization.offload_optimizer.pin_memory")
+    assert load({"zero_optimization": {"stage": 1, "cpu_offload": True}}).offload.state == "host"
+    assert load({"zero_optimization": {"stage": 1, "cpu_offload": False}}).offload.state == "device"
+    for device, state in (("cpu", "host"), ("none", "device"), ("NVMe", "disk")):
+        found = load({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": device}}})
+        assert found.offload.state == state
+    assert any(
+        "offload.state" in text
+        for text in problems_of({"zero_optimization": {"offload_optimizer": {"device": "tape"}}})
+    )
+
+
 def test_old_boolean_form_of_zero():
     assert load({"zero_optimization": True}).zero.stage == 1
     assert load({"zero_optimization": False}).zero.stage == 0
@@ -179,9 +202,7 @@ def test_old_boolean_form_of_zero():
 
 
 ON = [
-    ("zero_optimization.offload_optimizer", {"device": "cpu"}, {"device": "none", "pin_memory": True}),
     ("zero_optimization.offload_param", {"device": "nvme", "nvme_path": "/x"}, {"device": "none", "nvme_path": None}),
-    ("zero_optimization.cpu_offload", True, False),
     ("zero_optimization.zero_quantized_weights", True, False),
     ("zero_optimization.zero_hpz_partition_size", 8, 1),
     ("zero_optimization.mics_shard_size", 4, -1),

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from trilithon.config import Adagrad, Adam, AdamW, Config, Lamb, Lion, Sgd, examine
+from trilithon.config import (
+    Adagrad,
+    Adam,
+    AdamW,
+    Config,
+    Lamb,
+    Lion,
+    OneBitAdam,
+    OneBitLamb,
+    Sgd,
+    ZeroOneAdam,
+    examine,
+)
 
 BATCH = {"train_micro_batch_size_per_gpu": 1}
 
@@ -32,6 +44,19 @@ def problems_of(block):
         ({"type": "Lion"}, Lion(lr=1e-3, betas=(0.9, 0.999))),
         ({"type": "Adagrad", "params": {"eps": 1e-9}}, Adagrad(eps=1e-9)),
         ({"type": "Lamb", "params": {"max_coeff": 5, "min_coeff": 0.1}}, Lamb(max_ratio=5, min_ratio=0.1)),
+        ({"type": "OneBitAdam"}, OneBitAdam(freeze_step=100_000, bias_correction=False, per_tensor_scaling=False)),
+        (
+            {"type": "onebitadam", "params": {"freeze_step": 400, "cuda_aware": False, "comm_backend_name": "nccl"}},
+            OneBitAdam(freeze_step=400, bias_correction=False, per_tensor_scaling=False),
+        ),
+        (
+            {"type": "OneBitLamb", "params": {"max_coeff": 0.3, "coeff_beta": 0.8, "factor_min": 0.6}},
+            OneBitLamb(freeze_step=100_000, bias_correction=False, max_ratio=0.3, coeff_beta=0.8, factor_min=0.6),
+        ),
+        (
+            {"type": "ZeroOneAdam", "params": {"var_freeze_step": 9, "local_step_clipper": 4, "max_grad_norm": 0.0}},
+            ZeroOneAdam(var_freeze_step=9, local_step_clipper=4, bias_correction=False, per_tensor_scaling=False),
+        ),
     ],
 )
 def test_optimizers_become_ours_with_deepspeeds_defaults(given, expected):
@@ -42,7 +67,9 @@ def test_optimizers_become_ours_with_deepspeeds_defaults(given, expected):
     ("given", "part"),
     [
         ({"type": "Adm"}, "optimizer.type='Adm': unknown; did you mean Adam?"),
-        ({"type": "OneBitAdam"}, "optimizer.type='OneBitAdam': optimizers with 1-bit communication"),
+        ({"type": "OneBitAdam", "params": {"amsgrad": True}}, "AMSGrad is not in this version"),
+        ({"type": "OneBitAdam", "params": {"eps_inside_sqrt": True}}, "eps is added outside the root"),
+        ({"type": "ZeroOneAdam", "params": {"freeze_step": 3}}, "not a parameter of ZeroOneAdam"),
         ({"type": "Muon"}, "not in this version"),
         ({"type": "RMSprop"}, "pass it yourself to initialize(optimizer=...)"),
         ({"type": 3}, "optimizer.type: 3 (a whole number) must be text"),

@@ -116,6 +116,9 @@ def test_strict_false_restores_what_fits_and_reports_the_rest(saved):
     mine, theirs = dict(engine.full_parameters()), dict(other.full_parameters())
     assert torch.equal(mine["last.weight"], head)
     assert all(torch.equal(mine[name], theirs[name]) for name in mine if not name.startswith("last."))
+    missed = engine._update.state_dict()["missed"]
+    assert missed["last.bias"] == 3, "its moments begin at zero, and so does the correction of their bias"
+    assert "first.bias" not in missed
 
 
 def test_missing_optimizer_state_says_which_flag_accepts_it(saved):

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from trilithon.config import AdamW, Bf16, Constant, Cosine, Fp16, Lamb
+from trilithon.config import AdamW, Bf16, Constant, Cosine, Fp16, Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
 from trilithon.errors import ConfigError
 from trilithon.pretrain import PretrainConfig, load_pretrain, settings
 
@@ -158,3 +158,13 @@ def test_an_option_is_named_by_its_own_key():
 def test_a_block_that_is_no_block_is_named():
     with pytest.raises(ConfigError, match="data: must be a block"):
         load_pretrain({"data": ["texts"]})
+
+
+def test_compressed_rules_warm_up_for_a_fifth_of_the_run():
+    engine = load_pretrain(overrides={**DATA, "optimizer": "onebit_adam", "optimizer.lr": 0.01, "run.steps": 50}).engine
+    assert isinstance(engine.optimizer, OneBitAdam)
+    assert (engine.optimizer.freeze_step, engine.optimizer.lr, engine.optimizer.betas) == (10, 0.01, (0.9, 0.95))
+    engine = load_pretrain(overrides={**DATA, "optimizer": "zero_one_adam", "run.steps": 50}).engine
+    assert isinstance(engine.optimizer, ZeroOneAdam) and engine.optimizer.var_freeze_step == 10
+    engine = load_pretrain(overrides={**DATA, "optimizer": "onebit_lamb", "run.steps": 3}).engine
+    assert isinstance(engine.optimizer, OneBitLamb) and engine.optimizer.freeze_step == 1

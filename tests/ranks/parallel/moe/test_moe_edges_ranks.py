@@ -272,10 +272,29 @@ def test_an_overflow_in_one_expert_skips_the_step_everywhere_and_is_counted_once
         engine.close()
 
 
+@pytest.mark.parametrize("state", ["host", "disk"])
+@ranks(4, timeout_s=90)
+def test_state_off_the_device_trains_to_the_same_bits(world_size, state, tmp_path):
+    rank, data, found = dist.get_rank(), batches(3, 16, torch.float32), []
+    for offload in ({}, {"state": state, **({"path": str(tmp_path)} if state == "disk" else {})}):
+        for stage in (1, 3):
+            model = Mixed(ep_sizes=(2,), k=2, drop_tokens=False, dtype=torch.float32, **GREEDY)
+            engine = engine_for(model, stage, **({"offload": offload} if offload else {}))
+            for batch in data:
+                engine.backward(engine(batch.chunk(world_size)[rank]))
+                engine.step()
+            found.append({name: value.clone() for name, value in engine.full_parameters()})
+            engine.close()
+    for other in found[1:]:
+        assert all(torch.equal(other[name], value) for name, value in found[0].items())
+
+
 @ranks(2)
 def test_what_does_not_go_together_is_refused_before_anything_is_sent(world_size):
     with pytest.raises(ConfigError, match=r"moes\.0: ep_size=4 does not divide the 2 data-parallel ranks.*1, 2"):
         engine_for(Mixed(ep_sizes=(4,)))
+    with pytest.raises(ConfigError, match="onebit_adam exchanges gradients over all"):
+        engine_for(Mixed(ep_sizes=(2,)), stage=1, optimizer="onebit_adam")
     engine = engine_for(Mixed(ep_sizes=(2,)))
     with pytest.raises(ProtocolError, match="experts spread over ranks"), engine.uneven():
         pass
