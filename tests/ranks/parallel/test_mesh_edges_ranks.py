@@ -136,3 +136,23 @@ def test_weights_of_losses_count_samples_and_not_ranks(world_size):
             engine.step()
             norms.append((engine.grad_norm, engine.loss))
     assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+
+
+@ranks(2)
+@pytest.mark.parametrize("axis", ["tensor", "sequence"])
+def test_rules_that_exchange_gradients_themselves_are_refused(world_size, axis):
+    with pytest.raises(ConfigError, match=rf"optimizer onebit_adam exchanges gradients.*mesh\.{axis}=2"):
+        initialize(make("gpt"), {"mesh": {axis: 2}, "optimizer": {"kind": "onebit_adam", "lr": 0.1}})
+
+
+@ranks(2)
+def test_state_on_the_host_trains_alike_under_tensor_slices(world_size):
+    found = []
+    for state in ("device", "host"):
+        settings = config({"tensor": 2}, zero={"stage": 1}, offload={"state": state, "sub_group_numel": 500})
+        settings["optimizer"] = {"kind": "adamw", "lr": 1e-3}
+        with initialize(make("gpt"), settings) as engine:
+            losses = [engine.train_step([(TOKENS, TOKENS)]) for _ in range(3)]
+            found.append((losses, dict(engine.full_parameters())))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
