@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from trilithon import __version__
 from trilithon.checkpoint.digest import Digester
 from trilithon.checkpoint.manifest import Entry, dtype_name
 from trilithon.checkpoint.payload import bytes_of
@@ -22,6 +21,7 @@ from trilithon.checkpoint.save import Contents
 from trilithon.checkpoint.table import Holding, Span
 from trilithon.contracts import Slice
 from trilithon.engine.random_state import random_states
+from trilithon.version import __version__
 from trilithon.zero import window
 from trilithon.zero.unit import Unit
 from trilithon.zero.window import WindowPart
