@@ -22,6 +22,7 @@ class Capability(Enum):
     LAYER_NORMS = "per-parameter norms over ranks"
     MASTERS_APART = "masters that are not the parameters themselves"
     FOLDER = "a folder (offload.path)"
+    SHARDED_PARAMETERS = "parameters that are gathered for use"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,10 @@ def zero_stage(stage: int) -> Feature:
     """ZeRO's side of the contract."""
     if stage == 0:
         return Feature("zero.stage=0", gives=frozenset({Capability.WHOLE_PARAMETERS, Capability.LAYER_NORMS}))
+    sharded = {Capability.SHARDED_PARAMETERS} if stage == 3 else set()
     return Feature(
         f"zero.stage={stage}",
-        gives=frozenset({Capability.SHARDED_STATE, Capability.LAYER_NORMS}),
+        gives=frozenset({Capability.SHARDED_STATE, Capability.LAYER_NORMS, *sharded}),
         needs_any=frozenset({Capability.ELEMENTWISE, Capability.LAYER_NORMS}),
         way_out="use zero.stage=0, where every rank holds whole parameters, or an elementwise optimizer",
     )
@@ -70,6 +72,17 @@ def offloaded_state(state: str, *, path: bool) -> list[Feature]:
         )
     ]
     if state == "disk" and not path:
+        features.append(Feature(name, needs=frozenset({Capability.FOLDER}), way_out="name one in offload.path"))
+    return features
+
+
+def offloaded_parameters(key: str, tier: str, *, path: bool) -> list[Feature]:
+    """Parameters or gradients off the device. key: "offload.parameters" or "offload.gradients"."""
+    if tier == "device":
+        return []
+    name, sharded = f'{key}="{tier}"', frozenset({Capability.SHARDED_PARAMETERS})
+    features = [Feature(name, needs=sharded, way_out="set zero.stage to 3, with one rank as well")]
+    if tier == "disk" and not path:
         features.append(Feature(name, needs=frozenset({Capability.FOLDER}), way_out="name one in offload.path"))
     return features
 

@@ -97,7 +97,7 @@ def refuse(plan: LoadPlan) -> None:
 
 
 def _plan_weights(engine: Engine, reader: CheckpointReader, plan: LoadPlan) -> None:
-    shapes = {entry.name: tuple(entry.param.shape) for entry in engine._sharding.entries}
+    shapes = {entry.plain_name: entry.plain_shape for entry in engine._sharding.entries}
     buffers = {name: tuple(tensor.shape) for name, tensor in persistent_buffers(engine.module)}
     stored = {e.name: e for part in ("frozen", "master") for e in reader.entries(part)}
     if "weights" not in plan.parts:
@@ -172,7 +172,7 @@ def _plan_optimizer(
             f"optimizer: the checkpoint was written by rule {saved.get('rule')!r} and this run has {mine!r} (leave "
             "'optimizer' out of parts to start its state anew)"
         )
-    shapes = {entry.name: tuple(entry.param.shape) for entry in engine._sharding.entries}
+    shapes = {entry.plain_name: entry.plain_shape for entry in engine._sharding.entries}
     here = {(e.part, e.name): e for e in stored}
     foreign = "whole" in saved  # it decides by itself what it keeps, in any shape
     if foreign:
