@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from trilithon.checkpointing import Recompute
 from trilithon.comm.collectives import Group as Communicator
 from trilithon.comm.ledger import Ledger
 from trilithon.config import Config, ResolvedBatch
@@ -35,3 +36,5 @@ class Parts:
     writers: Callable[[], Communicator]  # makes the group that checkpoints are written in; collective
     low: torch.dtype | None  # what floating inputs are cast to
     monitor: Monitor | None = None
+    recompute: Recompute | None = None
+    tiled: bool = False  # linear layers were tiled for this engine, which makes them plain again

@@ -23,6 +23,7 @@ from trilithon.contracts import Slice
 from trilithon.engine.random_state import random_states
 from trilithon.version import __version__
 from trilithon.zero import window
+from trilithon.zero.cutting import shards_of
 from trilithon.zero.unit import Unit
 from trilithon.zero.window import WindowPart
 
@@ -117,25 +118,39 @@ def _stored_fields(state: Mapping[str, Mapping[str, Any]]) -> set[str]:
     return {field for field, value in every if isinstance(value, Tensor) and value.dim() > 0}
 
 
-def frozen_holdings(engine: Engine) -> Iterator[Holding]:
+def frozen_holdings(engine: Engine, *, write: bool = False) -> Iterator[Holding]:
     """Parameters that nothing trains: cut over ranks in units of stage 3, whole elsewhere."""
     for unit in engine._sharding.units:
         if unit.trainable:
             continue
         low, high = (0, unit.layout.padded) if unit.whole_values else unit.own
         spans = [
-            Span("frozen", p.field.name, unit.dtype, tuple(p.field.shape), p.start, p.numel, p.offset)
-            for p in unit.layout.pieces(low, high)
+            Span("frozen", s.name, unit.dtype, tuple(s.shape), s.start, s.numel, s.offset)
+            for piece in unit.layout.pieces(low, high)
+            for s in shards_of(piece)
         ]
-        yield Holding(unit.name, tuple(spans), _opened({"frozen": frozen_values(unit)}), unit.whole_values)
+        yield Holding(unit.name, tuple(spans), _frozen_values(unit, write), unit.whole_values)
     for entry in engine._sharding.outside:
-        tensors = {"frozen": entry.param.detach()}
-        yield whole_holding(entry.name, {"frozen": ("frozen", entry.name)}, tensors, replicated=True)
+        assert entry.param.is_contiguous()
+        runs = [(0, 0, entry.param.numel())] if entry.region is None else entry.region.runs(0, entry.param.numel())
+        spans = [
+            Span("frozen", entry.plain_name, entry.param.dtype, entry.plain_shape, there, numel, here)
+            for here, there, numel in runs
+        ]
+        yield Holding(entry.name, tuple(spans), _opened({"frozen": entry.param.detach().view(-1)}), True)
     yield from _without_elements(engine)
 
 
-def frozen_values(unit: Unit) -> Tensor:
-    return unit.flat if unit.whole_values else unit.shard
+def _frozen_values(unit: Unit, write: bool) -> Any:
+    @contextmanager
+    def open_() -> Iterator[Mapping[str, Tensor]]:
+        if unit.whole_values:
+            yield {"frozen": unit.flat}
+            return
+        with unit.borrow_values(write=write) as values:
+            yield {"frozen": values}
+
+    return open_
 
 
 def _without_elements(engine: Engine) -> Iterator[Holding]:
@@ -187,7 +202,9 @@ def window_holdings(engine: Engine) -> Iterator[Holding]:
 def window_holding(part: WindowPart, rank: int) -> Holding:
     name = "window" if part.reduced else f"window/{rank}"
     spans = [
-        Span(name, p.field.name, part.flat.dtype, tuple(p.field.shape), p.start, p.numel, p.offset) for p in part.pieces
+        Span(name, s.name, part.flat.dtype, tuple(s.shape), s.start, s.numel, s.offset)
+        for piece in part.pieces
+        for s in shards_of(piece)
     ]
     return Holding(f"{part.key}/{name}", tuple(spans), _opened({name: part.flat}), False)
 
@@ -229,7 +246,9 @@ def _opened(tensors: Mapping[str, Tensor]) -> Any:
 def views_of(engine: Engine) -> list[Entry]:
     """Trained weights in the type that forward reads: not stored, since they are one rounding from the masters."""
     found = {
-        field.name: Entry("param", field.name, dtype_name(one.unit.dtype), tuple(field.shape), of="master")
+        field.plain_name: Entry(
+            "param", field.plain_name, dtype_name(one.unit.dtype), tuple(field.plain_shape), of="master"
+        )
         for one in engine._sharding.gradients
         for field in one.unit.layout.fields
     }
@@ -268,7 +287,8 @@ def shared_state(engine: Engine) -> dict[str, Any]:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+    """Masks belong to the data of a run (a sequence length, say), not to its state."""
+    return {key: value for key, value in group.items() if key not in ("params", "exp_avg_mask")}
 
 
 def own_state(engine: Engine, client_state: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ The flat layout is that of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, sect
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +21,29 @@ def round_up(value: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Region:
+    """A block of a larger parameter that is laid out by itself: one tile of a tiled layer's weight or bias."""
+
+    name: str  # of the whole parameter
+    shape: tuple[int, ...]  # of the whole parameter
+    corner: tuple[int, ...]  # index of the block's first element
+    block: tuple[int, ...]  # shape of the block
+
+    def runs(self, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+        """(start in the block, start in the whole, numel) of the contiguous ranges of [start, start + numel)."""
+        width, whole_width = self.block[-1], self.shape[-1]
+        if len(self.block) == 1 or width == whole_width:
+            yield start, self.corner[0] * math.prod(self.shape[1:]) + start, numel
+            return
+        stop = start + numel
+        while start < stop:
+            row, column = divmod(start, width)
+            length = min(width - column, stop - start)
+            yield start, (self.corner[0] + row) * whole_width + self.corner[1] + column, length
+            start += length
+
+
+@dataclass(frozen=True, slots=True)
 class Field:
     """One parameter inside a flat buffer."""
 
@@ -28,6 +51,16 @@ class Field:
     shape: tuple[int, ...]
     start: int  # first element in the flat buffer
     group: int  # optimizer parameter group
+    region: Region | None = None  # where it lies in a larger parameter, if it is a tile of one
+
+    @property
+    def plain_name(self) -> str:
+        """What the parameter is called in the plain model."""
+        return self.name if self.region is None else self.region.name
+
+    @property
+    def plain_shape(self) -> tuple[int, ...]:
+        return self.shape if self.region is None else self.region.shape
 
     @property
     def numel(self) -> int:
@@ -56,11 +89,15 @@ class FlatLayout:
     world_size: int
 
     @staticmethod
-    def of(parameters: Sequence[tuple[str, tuple[int, ...], int]], world_size: int) -> FlatLayout:
+    def of(
+        parameters: Sequence[tuple[str, tuple[int, ...], int]],
+        world_size: int,
+        regions: Mapping[str, Region] | None = None,
+    ) -> FlatLayout:
         """parameters: (name, shape, group) in the order wanted; they are put in order of group, stably."""
         fields, at = [], 0
         for name, shape, group in sorted(parameters, key=lambda item: item[2]):
-            field = Field(name, tuple(shape), at, group)
+            field = Field(name, tuple(shape), at, group, (regions or {}).get(name))
             fields.append(field)
             at = round_up(field.stop, ALIGNMENT)
         return FlatLayout(tuple(fields), world_size)
