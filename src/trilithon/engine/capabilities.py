@@ -24,6 +24,7 @@ class Capability(Enum):
     FOLDER = "a folder (offload.path)"
     WHOLE_GRADIENTS = "whole local gradients until the update"
     MOVABLE_STATE = "an update rule whose state may rest elsewhere"
+    SHARDED_PARAMETERS = "parameters that are gathered for use"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,10 @@ def zero_stage(stage: int) -> Feature:
     whole = {Capability.WHOLE_GRADIENTS} if stage < 2 else set()
     if stage == 0:
         return Feature("zero.stage=0", gives=frozenset({Capability.WHOLE_PARAMETERS, Capability.LAYER_NORMS, *whole}))
+    sharded = {Capability.SHARDED_PARAMETERS} if stage == 3 else set()
     return Feature(
         f"zero.stage={stage}",
-        gives=frozenset({Capability.SHARDED_STATE, Capability.LAYER_NORMS, *whole}),
+        gives=frozenset({Capability.SHARDED_STATE, Capability.LAYER_NORMS, *whole, *sharded}),
         needs_any=frozenset({Capability.ELEMENTWISE, Capability.LAYER_NORMS}),
         way_out="use zero.stage=0, where every rank holds whole parameters, or an elementwise optimizer",
     )
@@ -103,6 +105,17 @@ def offloaded_state(state: str, *, path: bool) -> list[Feature]:
         )
     )
     if state == "disk" and not path:
+        features.append(Feature(name, needs=frozenset({Capability.FOLDER}), way_out="name one in offload.path"))
+    return features
+
+
+def offloaded_parameters(key: str, tier: str, *, path: bool) -> list[Feature]:
+    """Parameters or gradients off the device. key: "offload.parameters" or "offload.gradients"."""
+    if tier == "device":
+        return []
+    name, sharded = f'{key}="{tier}"', frozenset({Capability.SHARDED_PARAMETERS})
+    features = [Feature(name, needs=sharded, way_out="set zero.stage to 3, with one rank as well")]
+    if tier == "disk" and not path:
         features.append(Feature(name, needs=frozenset({Capability.FOLDER}), way_out="name one in offload.path"))
     return features
 

@@ -19,7 +19,7 @@ from trilithon.contracts import SyncMode
 from trilithon.engine.load_plan import LoadPlan, saved_rates, saved_update, settings_by_group
 from trilithon.engine.random_state import derive_random_states, restore_random_states
 from trilithon.engine.train_state import (
-    frozen_values,
+    frozen_holdings,
     persistent_buffers,
     rank_state,
     slice_holdings,
@@ -29,7 +29,6 @@ from trilithon.engine.train_state import (
 from trilithon.errors import CheckpointError
 from trilithon.optim.foreign_state import counters_by_name, for_slices, for_whole_parameters
 from trilithon.zero import window
-from trilithon.zero.cutting import shards_of
 
 if TYPE_CHECKING:
     from trilithon.engine.engine import Engine
@@ -86,7 +85,7 @@ class Restore:
         if engine._update.state_dict()["whole"]:
             return for_whole_parameters(saved, counters, self._whole_fields())
         fields: dict[str, list[str]] = {}
-        shapes = {entry.name: entry.shape for entry in engine._sharding.entries}
+        shapes = {entry.plain_name: entry.plain_shape for entry in engine._sharding.entries}
         for (part, name), entry in self._plan.fields.items():
             if entry.shape != shapes[name]:
                 raise CheckpointError(
@@ -120,7 +119,7 @@ class Restore:
         if self._engine._update is not None and (weights or "optimizer" in self._plan.parts):
             self._slices(weights)
         if weights:
-            self._reader.fill(self._frozen_wanted())
+            self._frozen()
             for name, buffer in persistent_buffers(self._engine.module):
                 if name in self._plan.buffers:
                     entry = self._plan.buffers[name]
@@ -154,24 +153,14 @@ class Restore:
         for span in spans:
             yield Wanted(self._source(span), span.start, values_of(span, state))
 
-    def _frozen_wanted(self) -> Iterator[Wanted]:
-        sharding, sources = self._engine._sharding, self._plan.sources
-        for unit in sharding.units:
-            if unit.trainable:
-                continue
-            values = frozen_values(unit)
-            low, high = (0, unit.layout.padded) if unit.whole_values else unit.own
-            for piece in unit.layout.pieces(low, high):
-                for shard in shards_of(piece):
-                    if shard.name in sources:
-                        into = values[shard.offset : shard.offset + shard.numel]
-                        yield Wanted(sources[shard.name], shard.start, into)
-        for entry in sharding.outside:
-            if entry.name in sources:
-                assert entry.param.is_contiguous()
-                flat = entry.param.detach().view(-1)
-                for here, there, numel in entry.runs():
-                    yield Wanted(sources[entry.name], there, flat[here : here + numel])
+    def _frozen(self) -> None:
+        sources = self._plan.sources
+        for holding in frozen_holdings(self._engine, write=True):
+            spans = [span for span in holding.spans if span.part == "frozen" and span.name in sources]
+            if spans:
+                with holding.open() as state:
+                    wanted = [Wanted(sources[span.name], span.start, values_of(span, state)) for span in spans]
+                    self._reader.fill(iter(wanted))
 
     def _window(self) -> None:
         engine, own = self._engine, self._own["window"]

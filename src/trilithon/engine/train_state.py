@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from trilithon import __version__
 from trilithon.checkpoint.digest import Digester
 from trilithon.checkpoint.manifest import Entry, dtype_name
 from trilithon.checkpoint.payload import bytes_of
@@ -22,6 +21,7 @@ from trilithon.checkpoint.save import Contents
 from trilithon.checkpoint.table import Holding, Span
 from trilithon.contracts import Slice
 from trilithon.engine.random_state import random_states
+from trilithon.version import __version__
 from trilithon.zero import window
 from trilithon.zero.cutting import shards_of
 from trilithon.zero.unit import Unit
@@ -118,7 +118,7 @@ def _stored_fields(state: Mapping[str, Mapping[str, Any]]) -> set[str]:
     return {field for field, value in every if isinstance(value, Tensor) and value.dim() > 0}
 
 
-def frozen_holdings(engine: Engine) -> Iterator[Holding]:
+def frozen_holdings(engine: Engine, *, write: bool = False) -> Iterator[Holding]:
     """Parameters that nothing trains: cut over ranks in units of stage 3, whole elsewhere."""
     for unit in engine._sharding.units:
         if unit.trainable:
@@ -129,19 +129,28 @@ def frozen_holdings(engine: Engine) -> Iterator[Holding]:
             for piece in unit.layout.pieces(low, high)
             for s in shards_of(piece)
         ]
-        yield Holding(unit.name, tuple(spans), _opened({"frozen": frozen_values(unit)}), unit.whole_values)
+        yield Holding(unit.name, tuple(spans), _frozen_values(unit, write), unit.whole_values)
     for entry in engine._sharding.outside:
-        flat = {"frozen": entry.param.detach().reshape(-1)}
-        runs = [
-            Span("frozen", entry.name, entry.param.dtype, entry.shape, there, numel, here)
-            for here, there, numel in entry.runs()
+        assert entry.param.is_contiguous()
+        runs = [(0, 0, entry.param.numel())] if entry.region is None else entry.region.runs(0, entry.param.numel())
+        spans = [
+            Span("frozen", entry.plain_name, entry.param.dtype, entry.plain_shape, there, numel, here)
+            for here, there, numel in runs
         ]
-        yield Holding(entry.name, tuple(runs), _opened(flat), replicated=True)
+        yield Holding(entry.name, tuple(spans), _opened({"frozen": entry.param.detach().view(-1)}), True)
     yield from _without_elements(engine)
 
 
-def frozen_values(unit: Unit) -> Tensor:
-    return unit.flat if unit.whole_values else unit.shard
+def _frozen_values(unit: Unit, write: bool) -> Any:
+    @contextmanager
+    def open_() -> Iterator[Mapping[str, Tensor]]:
+        if unit.whole_values:
+            yield {"frozen": unit.flat}
+            return
+        with unit.borrow_values(write=write) as values:
+            yield {"frozen": values}
+
+    return open_
 
 
 def _without_elements(engine: Engine) -> Iterator[Holding]:
@@ -236,9 +245,10 @@ def _opened(tensors: Mapping[str, Tensor]) -> Any:
 # --------------------------------------------------------------------------------------------------------------- names
 def views_of(engine: Engine) -> list[Entry]:
     """Trained weights in the type that forward reads: not stored, since they are one rounding from the masters."""
-    shapes = {entry.name: entry.shape for entry in engine._sharding.entries}
     found = {
-        field.name: Entry("param", field.name, dtype_name(one.unit.dtype), shapes[field.name], of="master")
+        field.plain_name: Entry(
+            "param", field.plain_name, dtype_name(one.unit.dtype), tuple(field.plain_shape), of="master"
+        )
         for one in engine._sharding.gradients
         for field in one.unit.layout.fields
     }
@@ -278,7 +288,8 @@ def shared_state(engine: Engine) -> dict[str, Any]:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+    """Masks belong to the data of a run (a sequence length, say), not to its state."""
+    return {key: value for key, value in group.items() if key not in ("params", "exp_avg_mask")}
 
 
 def own_state(engine: Engine, client_state: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -90,12 +90,6 @@ class Elementwise:
         for following in slices[:READ_AHEAD]:  # for the next step: read while forward and backward run
             self._store.prefetch(following.key)
 
-    def _move(self, slice_: Slice, state: State, runs: Sequence[tuple[int, int, int]], grad_scale: float) -> None:
-        self._complete(slice_, state)
-        for start, stop, update in runs:
-            part, its_state = cut(slice_, state, start, stop)
-            self._rule.step(part, its_state, self.groups[slice_.group], update, grad_scale)
-
     def move(self, slice_: Slice, grad_scale: float) -> None:
         """One slice's part of `apply`, once the update is counted; for state that is resident."""
         with self._store.borrow(slice_.key, dict) as state:

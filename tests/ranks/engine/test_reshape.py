@@ -14,7 +14,7 @@ import pytest
 import trilithon
 from saved_runs import OddNet, batches, fields_of, settings, train
 from trilithon.testing.engine_run import digest_of
-from trilithon.testing.ranks import run_ranks
+from trilithon.testing.ranks import ranks, run_ranks
 from trilithon.testing.tolerance import tolerance
 
 WORLDS, STAGES, STEPS = (1, 2, 4), (0, 1, 2, 3), 3
@@ -89,3 +89,27 @@ def other_precision(folder: str, precision: str, source: str, held: dict) -> Non
 def test_fp32_masters_move_between_precisions(precision):
     held = sources("fp32")[2, 3][0]
     run_ranks(other_precision, 2, FOLDER.name, precision, "fp32-2-3", held)
+
+
+@ranks(2)
+def test_every_tier_loads_into_every_other(tmp_path):
+    """State on the device, in host memory in small sub-groups, and on disk."""
+
+    def engine(tier, seed):
+        offload = {"state": tier, "sub_group_numel": 64, "path": str(tmp_path / "swap") if tier == "disk" else None}
+        return trilithon.initialize(net(seed), settings(2, "bf16", offload=offload))
+
+    held, losses = {}, {}
+    for tier in ("device", "host", "disk"):
+        with engine(tier, 2) as saving:
+            train(saving, batches(2 * STEPS)[:STEPS])
+            saving.save(tmp_path / "runs", tier)
+            held[tier] = digests(saving)
+            losses[tier] = train(saving, batches(2 * STEPS)[STEPS:])
+    assert held["device"] == held["host"] == held["disk"]
+    for tier in ("device", "host", "disk"):
+        with engine(tier, 9) as loading:
+            for source, whole in held.items():
+                loading.load(tmp_path / "runs", source)
+                assert digests(loading) == whole, f"{source} -> {tier}"
+                assert train(loading, batches(2 * STEPS)[STEPS:]) == losses[source], f"{source} -> {tier}"
