@@ -17,6 +17,8 @@ _HOME = {
     "Engine": "trilithon.engine.engine",
     "Config": "trilithon.config",
     "zero": "trilithon.zero",
+    "moe": "trilithon.parallel.moe",
+    "MoE": "trilithon.parallel.moe",
     "TrilithonError": "trilithon.errors",
     "ConfigError": "trilithon.errors",
     "DataError": "trilithon.errors",
@@ -36,12 +38,14 @@ __all__ = [
     "DataError",
     "Engine",
     "LaunchError",
+    "MoE",
     "NonFiniteError",
     "ProtocolError",
     "ShardedParameterError",
     "TrilithonError",
     "__version__",
     "initialize",
+    "moe",
     "zero",
 ]
 
@@ -59,6 +63,8 @@ if TYPE_CHECKING:
     from trilithon.errors import ProtocolError as ProtocolError
     from trilithon.errors import ShardedParameterError as ShardedParameterError
     from trilithon.errors import TrilithonError as TrilithonError
+    from trilithon.parallel import moe as moe
+    from trilithon.parallel.moe import MoE as MoE
 
 
 def __getattr__(name: str) -> Any:
@@ -66,7 +72,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'trilithon' has no attribute {name!r}")
     module = import_module(home)
-    value = module if name == "zero" else getattr(module, name)
+    value = module if name in ("moe", "zero") else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -74,8 +74,14 @@ class Collectives(Protocol):
         """full: [world_size * n]; shard: [n], which may be `full`'s own slice (in place)."""
         ...
 
-    def all_to_all(self, out: Tensor, full: Tensor, tag: Tag) -> Handle:
-        """out [world_size * n], in rank order: the slice [n] that each rank has for this one in its `full`."""
+    def all_to_all(
+        self, out: Tensor, full: Tensor, tag: Tag, *,
+        receive: Sequence[int] | None = None, send: Sequence[int] | None = None,
+    ) -> Handle:  # fmt: skip
+        """out [world_size * n], in rank order: the slice [n] that each rank has for this one in its `full`.
+
+        send, receive: elements for and from each rank, when they differ.
+        """
         ...
 
     def reduce_scatter(
@@ -122,6 +128,7 @@ class Slice:
     grad: Tensor  # [n] gradient, f32 or the accumulation dtype; set anew before each update
     low: Tensor | None  # [n] low-precision copy that forward reads, rewritten in the same pass; None when master is it
     shards: list[Shard] = field(default_factory=list)  # in order of offset; what lies between them is zero
+    copies: int = 1  # ranks that contribute this slice to a sum by `combine`, this one included
     idle: frozenset[str] = frozenset()  # parameters without gradient on any rank this time: leave them as they are
 
     brings: ClassVar[bool] = False  # reading `grad` or `low` brings them beside the master: read what is used next only

@@ -62,6 +62,7 @@ def test_a_name_that_does_not_exist_is_an_attribute_error():
 PACKAGES = (
     "comm",
     "compare",
+    "compress",
     "config",
     "data",
     "doctor",
@@ -69,6 +70,7 @@ PACKAGES = (
     "launch",
     "models",
     "optim",
+    "parallel.moe",
     "pretrain",
     "testing",
     "tiers",

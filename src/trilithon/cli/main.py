@@ -45,6 +45,7 @@ COMMANDS = {
     "generate": Entry("trilithon.cli.generate:run", "Generate text from a trained model."),
     "plan": Entry("trilithon.cli.plan:run", "Predict memory and time without running."),
     "checkpoint": Entry("trilithon.cli.checkpoint:app", "Inspect, convert and verify checkpoints."),
+    "moe": Entry("trilithon.cli.moe:app", "Join or prune trained mixtures of experts."),
     "bench": Entry("trilithon.cli.bench:run", "Measure speed and memory."),
 }
 

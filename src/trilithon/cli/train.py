@@ -29,6 +29,9 @@ _KEYS = {
     "width": "model.width",
     "heads": "model.num_heads",
     "context": "model.context",
+    "experts": "model.experts",
+    "top_k": "model.top_k",
+    "ep_size": "model.ep_size",
     "steps": "run.steps",
     "eval_every": "run.eval_every",
     "eval_batches": "run.eval_batches",
@@ -85,6 +88,9 @@ def run(
     width: Annotated[int | None, typer.Option("--width", help="Channels of the residual stream.")] = None,
     heads: Annotated[int | None, typer.Option("--heads", help="Attention heads.")] = None,
     context: Annotated[int | None, typer.Option("--context", help="Tokens of a sequence.")] = None,
+    experts: Annotated[int | None, typer.Option("--experts", help="Experts in every other layer; 0: dense.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help="Experts that each token goes to.")] = None,
+    ep_size: Annotated[int | None, typer.Option("--ep-size", help="Ranks over which experts are spread.")] = None,
     zero_stage: Annotated[int | None, typer.Option("--zero-stage", "-z", help="0, 1, 2 or 3: what is sharded.")] = None,
     precision: Annotated[str | None, typer.Option("--precision", "-p", help="fp32, bf16 or fp16.")] = None,
     batch_size: Annotated[
@@ -161,6 +167,7 @@ def run(
       trilithon train --data notes/ --steps 200
       trilithon train --data src/ --suffix .py --nproc 2 --zero-stage 3 --precision bf16
       trilithon train --data 'books/*.txt' --tokenizer bpe --vocab 8192 --model small
+      trilithon train --data texts/ --experts 8 --top-k 1 --ep-size 2 --nproc 2
       trilithon train --data texts/ --zero-stage 3 --state-tier disk --param-tier disk --tier-path /mnt/fast --recompute
       trilithon train --config run.toml --lr 6e-4 --set zero.bucket_numel=1000000
       trilithon train --data texts/ --nproc 2 --out runs/a --save-every 100 --max-restarts 3

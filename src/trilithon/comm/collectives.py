@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -149,16 +149,26 @@ class Group:
             slices[self._rank].copy_(shard.view(-1))
         return self._spread(call, slices)
 
-    def all_to_all(self, out: Tensor, full: Tensor, tag: Tag) -> Handle:
-        """out [W n], in rank order: the slice [n] that each rank has for this one in its full [W n]. Not in place."""
-        numel = full.numel() // self._world_size
-        assert full.is_contiguous() and out.is_contiguous() and full.numel() == out.numel() == self._world_size * numel
+    def all_to_all(
+        self, out: Tensor, full: Tensor, tag: Tag, *,
+        receive: Sequence[int] | None = None, send: Sequence[int] | None = None,
+    ) -> Handle:  # fmt: skip
+        """out [W n], in rank order: the slice [n] that each rank has for this one in its full [W n]. Not in place.
+
+        send, receive: elements for and from each rank when they differ; what one sends is what the other receives.
+        """
+        assert full.is_contiguous() and out.is_contiguous() and (send is None) == (receive is None)
         assert full.dtype == out.dtype, f"all_to_all of {full.dtype} into {out.dtype}"
-        sent = cost.all_to_all_bytes(numel, full.dtype.itemsize, self._world_size)
-        call = self._issue("all_to_all", full, tag, elements=(full.numel(), out.numel()), sent=sent)
+        if send is None or receive is None:
+            assert full.numel() == out.numel() and full.numel() % self._world_size == 0
+            slices, into, numel = _slices(full, self._world_size), _slices(out, self._world_size), full.numel()
+        else:
+            slices, into = list(full.view(-1).split(list(send))), list(out.view(-1).split(list(receive)))
+            numel = 0  # differs between ranks
+        sent = cost.sent_to_others_bytes([piece.numel() for piece in slices], full.dtype.itemsize, self._rank)
+        call = self._issue("all_to_all", full, tag, elements=(full.numel(), out.numel()), sent=sent, numel=numel)
         if full.is_cuda and self._process_group is not None:
-            return self._pending(call, native.all_to_all(self._process_group, out, full))
-        slices, into = _slices(full, self._world_size), _slices(out, self._world_size)
+            return self._pending(call, native.all_to_all(self._process_group, out, full, receive, send))
         into[self._rank].copy_(slices[self._rank])
         if self._pairs is None or self._world_size == 1:
             return _DONE
@@ -266,13 +276,14 @@ class Group:
         self.ledger.record("barrier", self.name, torch.uint8, elements_in=0, elements_out=0, sent_bytes=0)
 
     def _issue(
-        self, kind: str, tensor: Tensor, tag: Tag, *, elements: tuple[int, int], sent: int, op: ReduceOp | None = None
-    ) -> Call:
+        self, kind: str, tensor: Tensor, tag: Tag, *, elements: tuple[int, int], sent: int, op: ReduceOp | None = None,
+        numel: int | None = None,
+    ) -> Call:  # fmt: skip
         refuse_unsupported(kind, tensor.dtype, op)
         self.ledger.record(
             kind, self.name, tensor.dtype, elements_in=elements[0], elements_out=elements[1], sent_bytes=sent
         )
-        return self._journal.issue(kind, tensor.dtype, tensor.numel(), tag)
+        return self._journal.issue(kind, tensor.dtype, tensor.numel() if numel is None else numel, tag)
 
     def _pending(self, call: Call, work: dist.Work | None, finish: Callable[[], None] | None = None) -> Handle:
         """For work on a CUDA stream, where waiting does not block the host: the watchdog asks the work itself."""

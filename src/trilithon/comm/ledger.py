@@ -7,7 +7,7 @@ same on gloo, NCCL and shared memory, and a test can hold a prediction against a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
@@ -54,6 +54,11 @@ def reduce_scatter_bytes(shard_numel: int, itemsize: int, world_size: int) -> in
 def all_to_all_bytes(slice_numel: int, itemsize: int, world_size: int) -> int:
     """Bytes one rank sends when it has a slice of its own for every other rank."""
     return (world_size - 1) * slice_numel * itemsize
+
+
+def sent_to_others_bytes(numels: Sequence[int], itemsize: int, rank: int) -> int:
+    """Bytes one rank sends when it has numels[r] elements for rank r; its own stay."""
+    return (sum(numels) - numels[rank]) * itemsize
 
 
 def all_reduce_bytes(numel: int, itemsize: int, world_size: int) -> int:

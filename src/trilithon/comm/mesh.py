@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -144,9 +144,12 @@ def make_mesh(axes: dict[str, int] | None = None, device: str = "cpu") -> Device
 
 
 def own_process_group(
-    mesh: DeviceMesh | None, axis: str = "data", timeout_s: float | None = None, backend: str | None = None
-) -> dist.ProcessGroup | None:
+    mesh: DeviceMesh | None, axis: str = "data", timeout_s: float | None = None, backend: str | None = None,
+    split: Callable[[list[int]], list[list[int]]] | None = None,
+) -> dist.ProcessGroup | None:  # fmt: skip
     """A new process group over this rank's peers on one axis; None without a mesh.
+
+    split: cuts the ranks of an axis, in order, into smaller groups.
 
     Collectives that may be in flight at the same time each need their own (see `comm.collectives.Group`), whereas
     `mesh.get_group(axis)` always returns the same one. backend: None for that of the default group. Collective: every
@@ -160,10 +163,11 @@ def own_process_group(
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     mine: dist.ProcessGroup | None = None
     for members in named.groups(axis):
-        ranks = [flat[member] for member in members]
-        made = dist.new_group(ranks, timeout=timeout, backend=backend)
-        if dist.get_rank() in ranks:
-            mine = made
+        whole = [flat[member] for member in members]
+        for ranks in split(whole) if split is not None else [whole]:
+            made = dist.new_group(ranks, timeout=timeout, backend=backend)
+            if dist.get_rank() in ranks:
+                mine = made
     return mine
 
 

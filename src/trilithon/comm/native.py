@@ -7,7 +7,7 @@ same. Waiting enqueues on the current stream and does not block the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,18 @@ def all_gather(group: dist.ProcessGroup, full: Tensor, shard: Tensor) -> dist.Wo
     return work
 
 
-def all_to_all(group: dist.ProcessGroup, out: Tensor, full: Tensor) -> dist.Work | None:
-    """out [W n]: what every rank had for this one in its full [W n]."""
-    work: dist.Work | None = dist.all_to_all_single(out.view(-1), full.view(-1), group=group, async_op=True)
+def all_to_all(
+    group: dist.ProcessGroup, out: Tensor, full: Tensor, receive: Sequence[int] | None, send: Sequence[int] | None
+) -> dist.Work | None:
+    """out: what every rank had for this one in its `full`, in equal slices or in those of `receive` and `send`."""
+    work: dist.Work | None = dist.all_to_all_single(
+        out.view(-1),
+        full.view(-1),
+        list(receive) if receive is not None else None,
+        list(send) if send is not None else None,
+        group=group,
+        async_op=True,
+    )
     return work
 
 

@@ -10,6 +10,7 @@ from trilithon.config.batch import BatchConfig, ResolvedBatch, data_parallel_siz
 from trilithon.config.checkpoints import CheckpointConfig
 from trilithon.config.comm import CommConfig
 from trilithon.config.compressed import ApmSqueeze, OneBitAdam, OneBitLamb, ZeroOneAdam
+from trilithon.config.moe import MoEConfig
 from trilithon.config.monitor import MonitorConfig
 from trilithon.config.offload import OffloadConfig
 from trilithon.config.optimizer import Adagrad, Adam, AdamW, Lamb, Lion, OptimizerConfig, Sgd
@@ -54,6 +55,7 @@ __all__ = [
     "Linear",
     "Lion",
     "LrRangeTest",
+    "MoEConfig",
     "MonitorConfig",
     "NonFinite",
     "OffloadConfig",

@@ -142,7 +142,11 @@ FEATURES: dict[str, Entry] = {
             *("keep_module_on_host", "replace_with_kernel_inject"),
         ),
     ),
-    "expert_parallel": Feature("splitting experts over ranks", enabled, _ENABLED),
+    "expert_parallel": Feature(
+        "converting a model's experts through the configuration",
+        enabled,
+        f"{_ENABLED}; trilithon.moe.convert(model, ep_size=...) does it in the program",
+    ),
     "data_efficiency": Feature(
         "the data-efficiency pipeline (curriculum, dynamic batching, random layer-token dropping)",
         any_enabled,
@@ -221,6 +225,5 @@ FEATURES: dict[str, Entry] = {
     "sparse_gradients": Feature("sparse gradients", present, "set it to false; embeddings then have dense gradients"),
     "graph_harvesting": Feature("graph harvesting", present, "set it to false"),
     "datastates_ckpt": Feature("the DataStates checkpoint engine", present, "leave it out"),
-    "use_data_before_expert_parallelism": Feature("splitting experts over ranks", present, "set it to false"),
     "sequence_parallel_size": Only((1, None), "cutting sequences over ranks is not in this version; set it to 1"),
 }

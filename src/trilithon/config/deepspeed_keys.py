@@ -149,6 +149,7 @@ TABLE: dict[str, Entry] = {
     "train_micro_batch_size_per_gpu": To("batch.micro_size"),
     "gradient_accumulation_steps": To("batch.accumulation"),
     "gradient_clipping": To("clip_norm"),
+    "use_data_before_expert_parallelism": To("moe.data_before_experts"),
     "steps_per_print": Code(),
     "prescale_gradients": Idle(_ONCE, "flag"),
     "gradient_predivide_factor": Idle(_ONCE, "real"),

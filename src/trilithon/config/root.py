@@ -21,6 +21,7 @@ from trilithon.config.checkpoints import CheckpointConfig
 from trilithon.config.comm import CommConfig
 from trilithon.config.deepspeed_json import check_batch, check_release, native_names, read_deepspeed, recognise
 from trilithon.config.deepspeed_keys import TABLE
+from trilithon.config.moe import MoEConfig
 from trilithon.config.monitor import MonitorConfig
 from trilithon.config.naming import field_path, unknown_keys
 from trilithon.config.offload import OffloadConfig
@@ -59,6 +60,8 @@ class Config(Section):  # noqa: PLW1641 (pydantic gives frozen classes their __h
     """What rests in host memory or on disk."""
     comm: CommConfig = CommConfig()
     """How ranks talk."""
+    moe: MoEConfig = MoEConfig()
+    """How experts are spread over ranks."""
     optimizer: OptimizerConfig | None = None
     """The update rule: its name, or a block with its settings. null: the caller passes an optimizer."""
     lr_schedule: ScheduleConfig | None = None

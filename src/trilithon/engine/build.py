@@ -27,6 +27,7 @@ from trilithon.contracts import Precision, Tag, Update
 from trilithon.engine import capabilities, parameter_tier, state_tier
 from trilithon.engine.allocator import keep_freed_memory
 from trilithon.engine.engine import Engine
+from trilithon.engine.experts import MakeGroup, SpreadExperts, find_experts
 from trilithon.engine.monitor import Monitor
 from trilithon.engine.parts import Parts
 from trilithon.errors import ConfigError, ProtocolError
@@ -90,21 +91,27 @@ def initialize(
         keep_freed_memory(keep=settings.offload.parameters == "device")
     mesh = mesh if mesh is not None or not distributed else make_mesh(device=device.type)
     ledger = Ledger()
-    comm, process_groups = _communicators(mesh, ledger, settings)
+    experts = find_experts(model, _data_size(mesh), settings.moe.data_before_experts)
+    if isinstance(chosen, OptimizerSettings):
+        capabilities.require_rule_for_experts(chosen.kind, experts.degrees)
+    make_group, process_groups = _group_maker(mesh, ledger, settings)
+    comm = Communicators(make_group("control", None), make_group("gather", None), make_group("reduce", None))
     batch = settings.resolve_batch(comm.control.world_size)
     monitor = _monitor(settings, comm)
     placement = _placement(settings, model, chosen, groups, comm, device)
     try:
-        sharding = _sharding(model, groups, settings, comm, batch.accumulation, device, placement)
+        experts.spread(model, comm.control, make_group)
+        sharding = _sharding(model, groups, settings, comm, batch.accumulation, device, placement, experts)
     except BaseException:
         _close(placement)
         raise
     if monitor is not None:
         monitor.details = sharding.bytes
     try:
-        update = _update(chosen, groups, sharding, comm, device, placement)
+        update = _update(chosen, groups, sharding, comm, device, placement, experts)
     except ConfigError:  # raised alike on every rank: the caller gets an ordinary model back
         sharding.close()
+        experts.unite()
         _close(placement)
         raise
     parts = Parts(
@@ -120,6 +127,7 @@ def initialize(
         process_groups=process_groups,
         writers=lambda: _writers(mesh, settings),
         monitor=monitor,
+        experts=experts,
         tiled=_tiles(settings),
         recompute=Recompute(model, blocks, settings.recompute.tier) if settings.recompute is not None else None,
         low=_low(settings) if getattr(settings.precision, "cast_inputs", False) else None,
@@ -214,16 +222,21 @@ def _watchdog(settings: Config) -> Watchdog | None:
     return _PROCESS.watchdog
 
 
-def _communicators(
-    mesh: DeviceMesh | None, ledger: Ledger, settings: Config
-) -> tuple[Communicators, list[dist.ProcessGroup]]:
-    """The groups that this engine talks in, and what it has to give back when it closes."""
-    axis, watchdog = _data_axis(mesh), _watchdog(settings)
+def _data_size(mesh: DeviceMesh | None) -> int:
+    return mesh.size(tuple(mesh.mesh_dim_names or ()).index(_data_axis(mesh))) if mesh is not None else 1
 
+
+def _group_maker(
+    mesh: DeviceMesh | None, ledger: Ledger, settings: Config
+) -> tuple[MakeGroup, list[dist.ProcessGroup]]:
+    """What makes the groups that this engine talks in, and where it puts what has to be given back at the end."""
+    axis = _data_axis(mesh)
+    watchdog = _watchdog(settings)
     made: list[dist.ProcessGroup] = []
 
-    def group(name: str) -> Group:
-        process_group = own_process_group(mesh, axis, settings.comm.timeout_s) if mesh is not None else None
+    def make(name: str, split: Callable[[list[int]], list[list[int]]] | None) -> Group:
+        timeout_s = settings.comm.timeout_s
+        process_group = own_process_group(mesh, axis, timeout_s, split=split) if mesh is not None else None
         if process_group is not None:
             made.append(process_group)
         return Group(
@@ -234,7 +247,7 @@ def _communicators(
             shared_memory=settings.comm.shared_memory,
         )
 
-    return Communicators(group("control"), group("gather"), group("reduce")), made
+    return make, made
 
 
 def _data_axis(mesh: DeviceMesh | None) -> str:
@@ -277,7 +290,7 @@ def _low(settings: Config) -> torch.dtype | None:
 
 def _sharding(  # noqa: PLR0917 (called once, with everything that build has made)
     model: nn.Module, groups: list[ParameterGroup], settings: Config, comm: Communicators, accumulation: int,
-    device: torch.device, placement: Placement | None,
+    device: torch.device, placement: Placement | None, experts: SpreadExperts,
 ) -> ZeroSharding:  # fmt: skip
     materialize_meta(model, device)
     names = {name: index for index, group in enumerate(groups) for name in group.names}
@@ -296,8 +309,9 @@ def _sharding(  # noqa: PLR0917 (called once, with everything that build has mad
     precisions = Precisions(low, wire, accumulate)
     stores = parameter_tier.open_stores(settings.offload, comm.control, device)
     return ZeroSharding(
-        model, lambda param: group_of[id(param)], settings.zero, comm, precisions, device, placement, stores
-    )
+        model, lambda param: group_of[id(param)], settings.zero, comm, precisions, device, placement, stores,
+        experts.placements(),
+    )  # fmt: skip
 
 
 def _tiles(settings: Config) -> bool:
@@ -317,7 +331,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _update(  # noqa: PLR0917 (called once, with everything that build has made)
     optimizer: AnyOptimizer | None, groups: list[ParameterGroup], sharding: ZeroSharding, comm: Communicators,
-    device: torch.device, placement: Placement | None,
+    device: torch.device, placement: Placement | None, experts: SpreadExperts,
 ) -> Update | None:  # fmt: skip
     if optimizer is None:
         return None
@@ -326,6 +340,9 @@ def _update(  # noqa: PLR0917 (called once, with everything that build has made)
     complete = whole or comm.reduce.world_size == 1
     link = Link(comm.reduce, sharding.local.items, sharding.local.shapes(), complete, device)
     names = sharding.trainable_names
+    if experts.degrees:  # a rank's block of the experts is not a whole parameter, and they are not on all ranks
+        way_out = "Keep whole experts on every rank (ep_size=1, at zero.stage=0)"
+        return make_update(optimizer, groups, names, device=device, store=store, way_out=way_out)
     return make_update(optimizer, groups, names, whole=whole, device=device, store=store, link=link)
 
 

@@ -52,6 +52,11 @@ def zero_stage(stage: int) -> Feature:
     )
 
 
+def communicates(kind: str) -> bool:
+    """The update rule exchanges local gradients over all data-parallel ranks by itself."""
+    return Capability.WHOLE_GRADIENTS in update_rule(kind).needs
+
+
 def update_rule(kind: str) -> Feature:
     """The update rule's side. kind: of `OptimizerConfig`, or "foreign" for a user's own optimizer class."""
     if kind == "lamb":
@@ -152,6 +157,24 @@ _KINDS = (
     *("adamw", "sgd", "lion", "adagrad", "lamb", "onebit_adam", "onebit_lamb", "zero_one_adam", "apmsqueeze"),
     "foreign",
 )
+
+
+def expert_table(kinds: Iterable[str] = _KINDS) -> str:
+    """Markdown: update rules against ZeRO stages when experts are spread over ranks."""
+    lines = ["| update rule | stage 0 | stage 1 | stage 2 | stage 3 |", "| --- | --- | --- | --- | --- |"]
+    for kind in kinds:
+        cell = "if elementwise" if kind == "foreign" else "no" if communicates(kind) else "yes"
+        lines.append(f"| {kind} | " + " | ".join([cell] * 4) + " |")
+    return "\n".join(lines)
+
+
+def require_rule_for_experts(kind: str, degrees: Sequence[int]) -> None:
+    """Raises ConfigError for a rule that exchanges gradients itself, if experts are spread over `degrees` ranks."""
+    if degrees and communicates(kind):
+        raise ConfigError(
+            f"optimizer {kind} exchanges gradients over all data-parallel ranks, and with ep_size {list(degrees)} "
+            "experts are on some of them only. Use ep_size=1, or an optimizer that does not, such as adamw."
+        )
 
 
 def compatibility_table(kinds: Iterable[str] = _KINDS) -> str:

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from trilithon.checkpoint.report import LoadReport, SaveProgress, SaveReport
 from trilithon.contracts import StepHook, SyncMode
-from trilithon.engine import memory, overflow, whole_tensors
+from trilithon.engine import abandoned, memory, overflow, whole_tensors
 from trilithon.engine.applying import make_applying
 from trilithon.engine.checkpointing import Checkpointing
 from trilithon.engine.model_output import loss_of
@@ -73,7 +73,7 @@ class Engine:
         self.non_finite = 0
         self._batch, self._sharding, self._update = parts.batch, parts.sharding, parts.update
         self._precision, self._rate, self._groups, self._low = parts.precision, parts.rate, parts.groups, parts.low
-        self._process_groups, self._tiled = parts.process_groups, parts.tiled
+        self._process_groups, self._tiled, self._experts = parts.process_groups, parts.tiled, parts.experts
         delay = parts.config.offload.delay_after_steps if parts.config.offload.delayed_update else None
         self._applying = make_applying(parts.sharding, parts.update, delay)
         if self._applying is not None:
@@ -155,6 +155,7 @@ class Engine:
         else:
             self._sharding.micro_step_without_sync()
         factor = self._precision.scale / (self.accumulation if weight is None else 1)
+        self._experts.weigh(factor if weight is None else factor * float(weight))
         try:
             scaled = loss if loss.dtype == torch.float64 else loss.float()
             (scaled * factor if factor != 1.0 else scaled).backward(retain_graph=retain_graph)
@@ -177,14 +178,7 @@ class Engine:
     def _abandon(self, error: BaseException) -> None:
         self._sharding.abandon_backward()
         lost, self._window, self._window_open = self._window.backwards, _Window(), False
-        if lost:
-            error.add_note(f"trilithon: gradients of {lost} earlier micro-batches of this step are dropped as well.")
-        if self._sharding.stage == 3 and "modified by an inplace operation" in str(error):
-            error.add_note(
-                "trilithon: if nothing was modified in place, backward reached a module from a tensor that its forward "
-                "did not return, after its parameters had been dropped. Return that tensor, keep it in an attribute of "
-                "the module, or list the module in zero.keep_gathered."
-            )
+        abandoned.add_notes(error, lost=lost, stage=self._sharding.stage)
 
     def _check_loss(self, loss: Tensor, weight: object) -> None:
         if self._update is None:
@@ -342,7 +336,9 @@ class Engine:
         """Ranks may call forward a different number of times inside (generation, evaluation). Collective at both ends.
 
         At stage 3, ranks that are done serve the gathers of the others until all are. No backward inside.
+        Raises ProtocolError when experts are spread over ranks, whose tokens need every rank's forward.
         """
+        self._experts.refuse_uneven()
         self.drain()
         self._uneven = True
         self._sharding.begin_uneven()
@@ -467,7 +463,7 @@ class Engine:
             self._applying.drain()
 
     def close(self, *, give_back: bool = True) -> None:
-        """Collective at stage 3: the model gets its whole parameters back, hooks go, state and files are dropped.
+        """Collective at stage 3 and with experts over ranks: the model gets its whole parameters back.
 
         give_back=False leaves the parameters cut, and their values are gone: for models that no rank has room for.
         A save in the background is written out first; what it failed with is raised when everything else is done.
@@ -485,6 +481,8 @@ class Engine:
             if self._recompute is not None:
                 self._recompute.remove()
             self._sharding.close(give_back=give_back)
+            if give_back and self._sharding.gives_back:
+                self._experts.unite()
             if self._update is not None:
                 self._update.close()
             if self._tiled and self._sharding.gives_back:

@@ -283,8 +283,9 @@ def _plan_window(engine: Engine, reader: CheckpointReader, plan: LoadPlan) -> No
     if "window" not in plan.parts:
         plan.ignored("window", [f"{count} micro-batches"])
         return
-    here = (engine.world_size, engine.accumulation)
-    if here == (len(ranks), accumulation) and "scaler" in plan.parts and "weights" in plan.parts:
+    here = (engine.world_size, engine.accumulation, engine._experts.describe())
+    saved = (len(ranks), accumulation, reader.extra.get("experts", {}))
+    if here == saved and "scaler" in plan.parts and "weights" in plan.parts:
         plan.restored("window", [f"{count} micro-batches"])
         return
     plan.parts.discard("window")

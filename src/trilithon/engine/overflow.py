@@ -29,27 +29,25 @@ class Found:
 
 def locate(sharding: ZeroSharding) -> Found:
     """Collective."""
-    elements, names = 0, []
-    for name, grad in _gradients(sharding):
+    elements, names = 0.0, []
+    for name, grad, copies in _gradients(sharding):
         count = count_non_finite(grad)
         if count:
-            elements += count
+            elements += count / copies
             names.append(name)
     produced = sharding.non_finite_here()
     reports = sharding.exchange((elements, names, produced), "non-finite gradients")
-    if sharding.stage == 0 and not sharding.keeps_local:
-        elements = reports[0][0]
-    else:
-        elements = sum(report[0] for report in reports)
+    every = sharding.disjoint or sharding.keeps_local
+    elements = sum(report[0] for report in reports) if every else reports[0][0]
     causes = [(name, rank) for rank, (_, _, made) in enumerate(reports) for name in made]
     held = [(name, rank) for rank, (_, seen, _) in enumerate(reports) for name in seen]
-    return Found(elements, tuple(causes or held))
+    return Found(round(elements), tuple(causes or held))
 
 
-def _gradients(sharding: ZeroSharding) -> Iterator[tuple[str, Tensor]]:
+def _gradients(sharding: ZeroSharding) -> Iterator[tuple[str, Tensor, int]]:
     if sharding.keeps_local:  # each rank's own gradient, whole
-        yield from sharding.local.items()
+        yield from ((name, grad, 1) for name, grad in sharding.local.items())
         return
     for part in sharding.slices():
         for shard in part.shards:
-            yield shard.name, part.grad[shard.offset : shard.offset + shard.numel]
+            yield shard.name, part.grad[shard.offset : shard.offset + shard.numel], part.copies

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from trilithon.comm.collectives import Group as Communicator
 from trilithon.comm.ledger import Ledger
 from trilithon.config import Config, ResolvedBatch
 from trilithon.contracts import Precision, Update
+from trilithon.engine.experts import SpreadExperts
 from trilithon.engine.monitor import Monitor
 from trilithon.optim.groups import Group
 from trilithon.optim.learning_rate import LearningRate
@@ -36,5 +37,6 @@ class Parts:
     writers: Callable[[], Communicator]  # makes the group that checkpoints are written in; collective
     low: torch.dtype | None  # what floating inputs are cast to
     monitor: Monitor | None = None
+    experts: SpreadExperts = field(default_factory=SpreadExperts)
     recompute: Recompute | None = None
     tiled: bool = False  # linear layers were tiled for this engine, which makes them plain again

@@ -200,12 +200,12 @@ def window_holdings(engine: Engine) -> Iterator[Holding]:
 
 
 def window_holding(part: WindowPart, rank: int) -> Holding:
-    name = "window" if part.reduced else f"window/{rank}"
-    spans = [
-        Span(name, s.name, part.flat.dtype, tuple(s.shape), s.start, s.numel, s.offset)
-        for piece in part.pieces
-        for s in shards_of(piece)
-    ]
+    """A rank's own sum is of its own block of a parameter; what has been reduced belongs to the whole one."""
+    name, dtype = "window" if part.reduced else f"window/{rank}", part.flat.dtype
+    spans = [Span(name, p.field.name, dtype, tuple(p.field.shape), p.start, p.numel, p.offset) for p in part.pieces]
+    if part.reduced:
+        shards = [shard for piece in part.pieces for shard in shards_of(piece)]
+        spans = [Span(name, s.name, dtype, tuple(s.shape), s.start, s.numel, s.offset) for s in shards]
     return Holding(f"{part.key}/{name}", tuple(spans), _opened({name: part.flat}), False)
 
 
@@ -279,6 +279,7 @@ def shared_state(engine: Engine) -> dict[str, Any]:
             "idle": sorted(engine._idle),
         },
         "accumulation": engine.accumulation,
+        "experts": engine._experts.describe(),
         "groups": [{"names": list(group.names), "settings": _settings(group)} for group in engine._groups],
         "schedule": engine._rate.state_dict() if engine._groups else None,
         "scaler": engine._precision.state_dict(),

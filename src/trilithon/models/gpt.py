@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from trilithon.errors import ConfigError
 from trilithon.models.rotary import Rotary
 from trilithon.models.settings import GPTConfig
+from trilithon.parallel.moe import ConvertedBlock, MoE
 
 # B batch, T tokens, D width of the residual stream, H heads, E channels of one head, V vocabulary
 
@@ -118,6 +119,8 @@ class GPT(nn.Module):
         rotary = Rotary(config.head_width, config.context, config.rotary_base)
         self.embedding = _Embedding(config.vocab_size, config.width, config.init_std)
         self.blocks = nn.ModuleList(Block(config, rotary) for _ in range(config.num_layers))
+        for index in config.sparse_layers():
+            self.blocks[index].mlp = _experts(self.blocks[index].mlp, config)
         self.norm = _norm(config)
         self.head = _Linear(config.width, config.vocab_size, config.init_std)
         if config.tie_embeddings:
@@ -175,6 +178,22 @@ def _draw(logits_BV: Tensor, temperature: float, top_k: int | None, generator: t
         kth_B1 = logits_BV.topk(top_k, dim=-1).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, -math.inf)
     return torch.multinomial((logits_BV / temperature).softmax(dim=-1), num_samples=1, generator=generator)
+
+
+def _experts(mlp: nn.Module | Tensor, config: GPTConfig) -> nn.Module:
+    """Experts like `mlp`, each with initial values of its own, in its place."""
+    assert isinstance(mlp, nn.Module)
+    moe = MoE(
+        config.width,
+        mlp,
+        config.experts,
+        config.ep_size,
+        config.top_k,
+        capacity_factor=config.capacity_factor or 1.0,
+        drop_tokens=config.capacity_factor is not None,
+        top2_2nd_expert_sampling=False,
+    )
+    return ConvertedBlock(moe, config.balance_coeff)
 
 
 def _norm(config: GPTConfig) -> nn.Module:

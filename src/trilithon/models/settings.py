@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from trilithon.config.base import Flag, Positive, PositiveReal, Section
+from trilithon.config.base import Count, Flag, NonNegativeReal, Positive, PositiveReal, Section
 from trilithon.errors import ConfigError
 
 _SWIGLU_MULTIPLE = 32  # the inner width of SwiGLU is rounded up to this, so that kernels and shards divide it
@@ -31,6 +31,18 @@ class GPTConfig(Section):
     """GELU with an inner width of 4 x width, or SwiGLU (Shazeer 2020, arXiv:2002.05202) with about 8/3 x width."""
     tie_embeddings: Flag = True
     """Read tokens and predict them with the same matrix (Press and Wolf 2017, arXiv:1608.05859)."""
+    experts: Count = 0
+    """Feed-forward blocks to choose from in layers that have experts. 0: every layer has one block (dense)."""
+    top_k: Positive = 1
+    """Experts that each token goes to."""
+    expert_every: Positive = 2
+    """Every this many layers has experts, the last one among them."""
+    ep_size: Positive | None = None
+    """Ranks over which the experts of a layer are spread. null: as many as fit."""
+    capacity_factor: PositiveReal | None = 1.25
+    """Room of an expert in training, over what it would get at uniform load. null: nothing is ever dropped."""
+    balance_coeff: NonNegativeReal = 0.01
+    """Weight of the loss that keeps experts evenly loaded."""
     rotary_base: PositiveReal = 10_000.0
     """Base of the wavelengths of rotary positions (Su et al. 2021, arXiv:2104.09864, section 3.2.2)."""
     init_std: Annotated[PositiveReal, Field(le=1)] = 0.02
@@ -48,6 +60,19 @@ class GPTConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _experts_fit(self) -> GPTConfig:
+        if self.experts and self.top_k > self.experts:
+            raise ValueError(f"top_k={self.top_k} experts per token of experts={self.experts}; top_k goes up to that")
+        if self.experts and self.ep_size and self.experts % self.ep_size:
+            raise ValueError(f"experts={self.experts} do not split over ep_size={self.ep_size} ranks; give a divisor")
+        return self
+
+    def sparse_layers(self) -> range:
+        """Indices of the layers with experts."""
+        first = (self.num_layers - 1) % self.expert_every
+        return range(first, self.num_layers, self.expert_every) if self.experts else range(0)
+
     @property
     def head_width(self) -> int:
         return self.width // self.num_heads
@@ -60,17 +85,22 @@ class GPTConfig(Section):
         return -(-8 * self.width // (3 * _SWIGLU_MULTIPLE)) * _SWIGLU_MULTIPLE
 
     def matrix_parameters(self) -> int:
-        """Parameters that take part in a matrix product for every token, the output matrix included."""
-        mlp_matrices = 2 if self.activation == "gelu" else 3
-        block = 4 * self.width**2 + mlp_matrices * self.width * self.inner_width
-        return self.num_layers * block + self.vocab_size * self.width
+        """Parameters that take part in a matrix product for every token, the output matrix included. Of experts, those
+        that one token goes to, and the router."""
+        mlp = self._mlp_parameters()
+        sparse = len(self.sparse_layers()) * ((self.top_k - 1) * mlp + self.experts * self.width)
+        return self.num_layers * (4 * self.width**2 + mlp) + sparse + self.vocab_size * self.width
+
+    def _mlp_parameters(self) -> int:
+        return (2 if self.activation == "gelu" else 3) * self.width * self.inner_width
 
     def num_parameters(self) -> int:
         """All parameters, tied ones once."""
         per_norm = self.width * (1 if self.norm == "rms" else 2)
         norms = (2 * self.num_layers + 1) * per_norm
         separate_embedding = 0 if self.tie_embeddings else self.vocab_size * self.width
-        return self.matrix_parameters() + norms + separate_embedding
+        idle = len(self.sparse_layers()) * (self.experts - self.top_k) * self._mlp_parameters()
+        return self.matrix_parameters() + idle + norms + separate_embedding
 
     def training_flops_per_token(self, context: int | None = None) -> int:
         """Floating-point operations of forward and backward for one token of sequences of `context` tokens.

@@ -63,6 +63,7 @@ def make_update(
     *,
     whole: bool = False,
     device: torch.device | str = "cpu",
+    way_out: str = "Use zero.stage=0, where every rank holds whole parameters",
     store: StateStore | None = None,
     link: Link | None = None,
 ) -> Update:
@@ -70,6 +71,7 @@ def make_update(
 
     names: every parameter that any rank updates, in the same order on all ranks. whole: each rank holds every parameter
     whole (no sharding), so a rule that is not elementwise can run too. device: where ranks add up small vectors.
+    way_out: what a rule that needs whole parameters can be told to change.
     store: where state rests, closed with the rule; None keeps it where the masters are.
     link: to the ranks' local gradients, for rules that communicate themselves.
     Raises ConfigError if the optimizer cannot run over slices, or has already made steps of its own.
@@ -89,8 +91,8 @@ def make_update(
     reason = None if whole else why_not_elementwise(owner)
     if reason is not None:
         raise ConfigError(
-            f"{type(owner).__name__} cannot update slices of parameters: {reason}. Use zero.stage=0, where every rank "
-            'holds whole parameters, or an elementwise optimizer, or optimizer.kind="lamb" for per-parameter scaling.'
+            f"{type(owner).__name__} cannot update slices of parameters: {reason}. {way_out}, or an elementwise "
+            'optimizer, or optimizer.kind="lamb" for per-parameter scaling.'
         )
     return Foreign(owner, groups, whole=whole)
 

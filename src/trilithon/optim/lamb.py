@@ -73,8 +73,8 @@ class Lamb:
                     self._move_moments(near, state, grad_scale)
                 for shard, weights, direction in self._directions(slice_, state):
                     mine = squares[self._place[shard.name]]
-                    mine[0] += sum_of_squares(weights)
-                    mine[1] += sum_of_squares(direction)
+                    mine[0] += sum_of_squares(weights) / slice_.copies
+                    mine[1] += sum_of_squares(direction) / slice_.copies
         except TierError as error:  # the other ranks wait for the sums
             failure = error
         packed = torch.tensor(squares, dtype=torch.float64, device=self._device).reshape(-1)

@@ -30,6 +30,7 @@ from trilithon.engine.monitor import Monitor
 from trilithon.engine.random_state import derive_random_states
 from trilithon.errors import CheckpointError, ConfigError, TrilithonError
 from trilithon.models import GPT
+from trilithon.parallel.moe import load_report
 from trilithon.pretrain.agreement import Agreement
 from trilithon.pretrain.artifacts import save_model, with_tied_names, write_whole
 from trilithon.pretrain.evaluate import held_out_loss, sample_text
@@ -154,7 +155,8 @@ class _Job:
         report = self._report(engine, loop)
         if loop.stopped_by != signal.SIGTERM:  # who sends that does not wait for long
             self._leave_results(engine, loop, report)
-        engine.close(give_back=self.config.engine.zero.stage < 3)  # at stage 3 no rank may have room for all of it
+        # at stage 3 and with experts over ranks no rank may have room for all of it
+        engine.close(give_back=self.config.engine.zero.stage < 3 and not self.shape.experts)
         if self.agreement.rank == 0 and not written["quiet"]:
             print_report(report, Console())
         return report
@@ -212,6 +214,7 @@ class _Job:
                 say=display.say,
             ),
             asked_outside=SaveRequest.from_environment().take if agreement.rank == 0 else lambda: False,
+            load=lambda: load_report(engine.module),
         )
 
     def _about(self, step: int) -> dict[str, Any]:

@@ -70,6 +70,7 @@ class TrainLoop:
     eval_every: int  # 0: not inside the loop
     show_every: int
     saver: Saver
+    load: Callable[[], Mapping[str, float]] = dict  # of the experts in the last forward, if there are any
     history: History = field(default_factory=History)
     seconds: float = 0.0  # of training, without evaluations
     done: int = 0  # steps
@@ -163,6 +164,7 @@ class TrainLoop:
             self.memory = flat_memory(self.engine.memory_by_tier())
         tokens_per_s = self.accumulation * self._tokens_per_micro() / self._step_s
         norm = float(self.engine.grad_norm or 0.0)
+        load = self.load()
         self.monitor.record(
             step,
             {
@@ -173,11 +175,12 @@ class TrainLoop:
                 "tokens": float(step * self.accumulation * self._tokens_per_micro()),
                 "skipped_steps": float(self.engine.skipped_steps),
                 **{f"memory/{name}": float(size) for name, size in self.memory.items()},
+                **{f"experts/{name}": value for name, value in load.items()},
             },
             always=step in (1, self.steps),  # so that a short run has a curve, too
         )
         latest = self.history.validation[-1][1] if self.history.validation else math.nan
-        self.display.step(StepView(step, loss, lr, norm, tokens_per_s, self.memory, latest))
+        self.display.step(StepView(step, loss, lr, norm, tokens_per_s, self.memory, latest, load))
 
     def _tokens_per_micro(self) -> int:
         """Tokens of one micro-batch on all ranks together."""

@@ -33,12 +33,15 @@ class StepView:
     tokens_per_s: float
     memory: Mapping[str, int] = field(default_factory=dict)  # bytes by category, off the device by "tier/category"
     validation: float = math.nan  # the latest
+    load: Mapping[str, float] = field(default_factory=dict)  # of experts, on this rank
 
     def text(self) -> str:
         parts = [f"loss {self.loss:.4f}"]
         if not math.isnan(self.validation):
             parts.append(f"val {self.validation:.4f}")
         parts += [f"lr {self.lr:.2e}", f"norm {self.grad_norm:.3f}", f"{human_count(self.tokens_per_s)} tokens/s"]
+        if self.load:
+            parts.append(f"balance {self.load['balance']:.3f}  drops {self.load['drops']:.1%}")
         return "  ".join(parts)
 
     def memory_text(self) -> str:

@@ -65,10 +65,23 @@ class ModelConfig(Section):
     """GELU or SwiGLU."""
     tie_embeddings: Flag = True
     """Read tokens and predict them with the same matrix."""
+    experts: Count = 0
+    """Feed-forward blocks to choose from in layers that have experts. 0: every layer has one block (dense)."""
+    top_k: Positive = 1
+    """Experts that each token goes to."""
+    expert_every: Positive = 2
+    """Every this many layers has experts, the last one among them."""
+    ep_size: Positive | None = None
+    """Ranks over which the experts of a layer are spread. null: as many as fit."""
+    capacity_factor: PositiveReal | None = 1.25
+    """Room of an expert in training, over what it would get at uniform load. null: nothing is ever dropped."""
+    balance_coeff: NonNegativeReal = 0.01
+    """Weight of the loss that keeps experts evenly loaded."""
 
     def shape(self, vocab_size: int) -> GPTConfig:
         """The model's full description. Raises ConfigError when its numbers do not go together."""
         given = {name: value for name, value in self.model_dump(exclude={"preset"}).items() if value is not None}
+        given["capacity_factor"] = self.capacity_factor  # null says something
         return preset(self.preset, vocab_size, **given)
 
 

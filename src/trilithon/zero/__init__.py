@@ -11,9 +11,21 @@ Two contexts and `tile` are for users, the rest is for the engine.
 
 from __future__ import annotations
 
+from trilithon.zero.composite import RankPlacement, Replicas
 from trilithon.zero.gather import gathered
 from trilithon.zero.init import init
 from trilithon.zero.sharding import Communicators, Precisions, ZeroSharding
 from trilithon.zero.tiling import TiledLinear, tile, untile
 
-__all__ = ["Communicators", "Precisions", "TiledLinear", "ZeroSharding", "gathered", "init", "tile", "untile"]
+__all__ = [
+    "Communicators",
+    "Precisions",
+    "RankPlacement",
+    "Replicas",
+    "TiledLinear",
+    "ZeroSharding",
+    "gathered",
+    "init",
+    "tile",
+    "untile",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from trilithon.zero.agreement import Agreement, Settled
+from trilithon.zero.composite import Places
 from trilithon.zero.gradients import UnitGradients
 from trilithon.zero.reduction import ReductionQueue
 
@@ -17,11 +18,11 @@ class AveragedGradients:
         gradients: Sequence[UnitGradients],
         agree: Agreement,
         reductions: ReductionQueue,
-        rank: int,
+        places: Places,
         require_rest: Callable[[str], None],
     ) -> None:
         """require_rest(what): raises on all ranks alike if what rests off the device has failed on one."""
-        self._gradients, self._agree, self._queue, self._rank = gradients, agree, reductions, rank
+        self._gradients, self._agree, self._queue, self._places = gradients, agree, reductions, places
         self._require_rest = require_rest
 
     def settle(self, extra: Sequence[float], step: int, micro_step: int) -> Settled:
@@ -46,8 +47,11 @@ class AveragedGradients:
         """Of the part that this rank has reduced: every element counts on exactly one rank."""
         total = 0.0
         for gradients in self._gradients:
+            replicas = self._places.of_unit[gradients.unit]
             whole = gradients.unit.own == (0, gradients.unit.layout.padded)
-            total += gradients.squared_norm(slice(*gradients.unit.layout.owned(self._rank)) if whole else slice(None))
+            owned = slice(*gradients.unit.layout.owned(replicas.rank)) if whole else slice(None)
+            squares = gradients.squared_norm(owned)
+            total += squares if replicas.counted == 1 else squares / replicas.counted
         return total
 
     def _count_dirty(self) -> float:

@@ -25,16 +25,18 @@ from trilithon.zero.unit import Unit
 class UnitGradients:
     """Collects, reduces and holds the gradient of one trainable unit.
 
-    reducer, gatherer: groups for the two directions. keep_full: contributions stay local until the boundary (stages 0
-    and 1). wire: dtype on the network. accumulate: dtype of sums over micro-steps and of the result. rest: where the
-    result is kept from one reduction to the next, and until the update; None: in `result`.
+    reducer, gatherer: groups for the two directions. divisor: of the sum over `reducer`; None for its size. keep_full:
+    contributions stay local until the boundary (stages 0 and 1). wire: dtype on the network. accumulate: dtype of sums
+    over micro-steps and of the result. rest: where the result is kept from one reduction to the next, and until the
+    update; None: in `result`.
     """
 
     def __init__(
         self, unit: Unit, *, reducer: Collectives, gatherer: Collectives, keep_full: bool, wire: torch.dtype,
-        accumulate: torch.dtype, rest: StateStore | None = None,
+        accumulate: torch.dtype, rest: StateStore | None = None, divisor: int | None = None,
     ) -> None:  # fmt: skip
         self.unit, self._reducer, self._gatherer = unit, reducer, gatherer
+        self._divisor = divisor if divisor is not None else reducer.world_size
         self._in_place = keep_full or reducer.world_size == 1
         self._wire, self._accumulate = wire, accumulate
         self._whole_result = unit.own == (0, unit.layout.padded)
@@ -158,9 +160,7 @@ class UnitGradients:
             out, accumulate = (self.result[low:high] if self._whole_result else self.result), False
         else:
             out, accumulate = (self.result[low:high] if self._whole_result else self.result), True
-        handle = self._reducer.reduce_scatter(
-            wire, out, tag, scale=1.0 / self._reducer.world_size, accumulate=accumulate
-        )
+        handle = self._reducer.reduce_scatter(wire, out, tag, scale=1.0 / self._divisor, accumulate=accumulate)
         self._pending.append(handle)
 
     def _complete(self) -> Tensor:

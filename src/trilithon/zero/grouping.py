@@ -4,19 +4,31 @@ Stages 0 to 2: buckets of about `bucket_numel` elements in order of construction
 top down, so that a transformer block becomes one unit; what is too small joins the module around it. A tile of a tiled
 layer is always a unit of its own. A parameter that several modules share belongs to their lowest common ancestor.
 Containers whose forward is never called own nothing.
-Types and trainable or frozen parameters never mix in a unit.
+Types, trainable or frozen parameters, and parameters of different places never mix in a unit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from trilithon.zero.layout import Region
 from trilithon.zero.tiling import tiles_of
+
+
+class Place(Protocol):
+    """The ranks that hold a parameter; see `composite.Replicas`. Units never mix places."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def world_size(self) -> int: ...
+
 
 FROZEN = -1  # group index of a parameter that no optimizer changes
 
@@ -30,7 +42,12 @@ class Entry:
     group: int
     dtype: torch.dtype
     homes: tuple[str, ...]  # names of the modules that hold it
-    region: Region | None = None  # of a tile: where it lies in the plain layer's parameter
+    region: Region | None = None  # where it lies in the plain model's parameter, if it is a block of one
+    place: Place | None = None  # the ranks that hold it, if they are not those of the data axis
+
+    @property
+    def place_name(self) -> str:
+        return self.place.name if self.place is not None else ""
 
     @property
     def plain_name(self) -> str:
@@ -92,9 +109,9 @@ def automatic_bucket_numel(total: int) -> int:
 def buckets(entries: Sequence[Entry], bucket_numel: int, *, name: str = "bucket") -> list[UnitPlan]:
     """Consecutive parameters of one kind until a bucket is full; a larger parameter stands alone."""
     plans: list[UnitPlan] = []
-    open_: dict[tuple[torch.dtype, bool], tuple[UnitPlan, int]] = {}
+    open_: dict[tuple[torch.dtype, bool, str], tuple[UnitPlan, int]] = {}
     for entry in entries:
-        kind = (entry.dtype, entry.trainable)
+        kind = (entry.dtype, entry.trainable, entry.place_name)
         plan, filled = open_.get(kind, (None, 0))
         if plan is None or (filled and filled + entry.param.numel() > bucket_numel):
             plan, filled = UnitPlan(f"{name}.{len(plans)}", "", True), 0
@@ -111,13 +128,17 @@ def by_module(
     """The units of stage 3, those of the root first, then in order of construction; persistent ones last."""
     persistent = _persistent(entries, persist_below_numel, persist_total_numel)
     tree = _Tree(model, [entry for entry in entries if entry not in persistent], bucket_numel, set(unit_classes))
-    plans: dict[tuple[str, torch.dtype, bool], UnitPlan] = {}
+    plans: dict[tuple[str, torch.dtype, bool, str], UnitPlan] = {}
     for entry in sorted((e for e in entries if e not in persistent), key=lambda e: tree.order[tree.unit_of(e)]):
         module = tree.unit_of(entry)
-        kind = (module, entry.dtype, entry.trainable)
+        kind = (module, entry.dtype, entry.trainable, entry.place_name)
         if kind not in plans:
             suffix = "" if entry.trainable else ":frozen"
-            plans[kind] = UnitPlan((module or "(root)") + suffix, module, False)
+            suffix += f":{entry.place_name}" if entry.place_name else ""
+            name = (module or "(root)") + suffix
+            if any(plan.name == name for plan in plans.values()):  # of another type; names are keys of state
+                name += f":{str(entry.dtype).removeprefix('torch.')}"
+            plans[kind] = UnitPlan(name, module, False)
         plans[kind].entries.append(entry)
     kept = buckets([e for e in entries if e in persistent], bucket_numel or 2**22, name="persistent")
     return [*plans.values(), *kept]

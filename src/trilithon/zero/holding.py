@@ -23,15 +23,18 @@ class Holding:
     """Opens contexts over the parameters of `units` and over `outside`, parameters that are whole and in no unit.
 
     any_rank: agrees on flags over all ranks. take_over: of rewritten parameters, as (unit, index).
-    residency: None where everything is whole.
+    residency: None where everything is whole. writer_of: for a parameter and the rank that writes, the group in which
+    its values are spread and their source there; None: `control` and the rank.
     """
 
     def __init__(  # noqa: PLR0917 (made once, by the sharding)
         self, units: Sequence[Unit], outside: Sequence[Entry], control: Collectives, residency: GatherOnUse | None,
         any_rank: Callable[[Sequence[bool], str], list[bool]],
         take_over: Callable[[Sequence[tuple[Unit, int]]], None],
+        writer_of: Callable[[Tensor, int], tuple[Collectives, int]] | None = None,
     ) -> None:  # fmt: skip
         self._keep = take_over
+        self._writer_of = writer_of or (lambda _, rank: (control, rank))
         self._units, self._outside, self._control, self._any_rank = units, outside, control, any_rank
         self._residency = residency
         self._reading: list[dict[str, tuple[int, int]]] = []  # fingerprints of the open contexts
@@ -86,7 +89,8 @@ class Holding:
         self, places: Sequence[tuple[Unit, int]], values: Mapping[str, Tensor], source: int, step: int
     ) -> None:
         for name, value in values.items():
-            self._control.broadcast(value.data, source, Tag("gathered(modify=)", (name,), step)).wait()
+            group, index = self._writer_of(value, source)
+            group.broadcast(value.data, index, Tag("gathered(modify=)", (name,), step)).wait()
         self._keep(places)
         written = fingerprints(values)
         for outer in self._reading:  # contexts around this one do not take the write for a stray one

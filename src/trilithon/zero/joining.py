@@ -14,7 +14,8 @@ class Joining:
     """entries: of the model. `names` are those of the plain model, in order, each once."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
-        self._regions = {entry.name: entry.region for entry in entries if entry.region is not None}
+        tiles = [entry for entry in entries if entry.place is None]  # blocks on other ranks are joined elsewhere
+        self._regions = {entry.name: entry.region for entry in tiles if entry.region is not None}
         self.names = list(dict.fromkeys(entry.plain_name for entry in entries))
 
     def plain(self, names: Iterable[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -15,15 +15,20 @@ from trilithon.zero.resting import UnitSize
 from trilithon.zero.unit import Unit
 
 
-def plans(model: nn.Module, entries: Sequence[Entry], stage: int, settings: ZeroConfig) -> list[UnitPlan]:
-    """Buckets at stages 0 to 2, units of the module tree at stage 3."""
+def plans(
+    model: nn.Module, entries: Sequence[Entry], stage: int, settings: ZeroConfig, alone: Callable[[Entry], bool]
+) -> list[UnitPlan]:
+    """Buckets at stages 0 to 2, units of the module tree at stage 3. alone: no other rank holds a parameter, so that
+    nothing is left to cut."""
     if stage < 3:
         trainable = [entry for entry in entries if entry.trainable]
         total = sum(entry.param.numel() for entry in trainable)
         return grouping.buckets(trainable, settings.bucket_numel or grouping.automatic_bucket_numel(total))
-    return grouping.by_module(
+    here = [entry for entry in entries if alone(entry) and entry.trainable]
+    few = grouping.automatic_bucket_numel(sum(entry.param.numel() for entry in here))
+    return grouping.buckets(here, settings.bucket_numel or few, name="here") + grouping.by_module(
         model,
-        entries,
+        [entry for entry in entries if not alone(entry)],
         bucket_numel=settings.bucket_numel,
         unit_classes=settings.unit_classes,
         persist_below_numel=settings.persist_below_numel,

@@ -28,6 +28,7 @@ from trilithon.errors import ProtocolError, TierError
 from trilithon.zero import grouping, planning, window
 from trilithon.zero.agreement import Agreement, Settled
 from trilithon.zero.averaged import AveragedGradients
+from trilithon.zero.composite import Places, RankPlacement
 from trilithon.zero.cutting import Cut
 from trilithon.zero.gradients import UnitGradients
 from trilithon.zero.grouping import UnitPlan
@@ -53,16 +54,17 @@ _RUNNING: list[ZeroSharding] = []  # whose backward autograd is executing; inner
 
 
 class ZeroSharding:
-    """Implements `contracts.Sharding` for the parameters of one model on one data-parallel group.
+    """Implements `contracts.Sharding` for the parameters of one model, on one data-parallel group or on several.
 
-    group_of: parameter -> optimizer group, or FROZEN. Takes the model's parameters over at once, unit by unit: the
-    memory needed beyond the final state is one unit in fp32.
+    group_of: parameter -> optimizer group, or FROZEN. placements: by id of the parameters that live on other ranks than
+    those of the data axis (see `composite`). Takes the model's parameters over at once, unit by unit: the memory needed
+    beyond the final state is one unit in fp32.
     """
 
     def __init__(  # noqa: PLR0917 (made once, by engine.build)
         self, model: nn.Module, group_of: Callable[[nn.Parameter], int], settings: ZeroConfig, comm: Communicators,
         precisions: Precisions, device: torch.device, placement: Placement | None = None,
-        open_stores: OpenStores | None = None,
+        open_stores: OpenStores | None = None, placements: Mapping[int, RankPlacement] | None = None,
     ) -> None:  # fmt: skip
         """placement: where masters rest; None on the device. open_stores: makes those for values and gradients that
         rest elsewhere, from what the units will need; it is called once, before parameters are taken over."""
@@ -72,15 +74,16 @@ class ZeroSharding:
         self._step, self._micro, self._window_open = -1, -1, False
         self._deferred = self._abandoned = False
         self._sync = SyncMode.MEAN
-        self.entries = list(grouping.entries_of(model, group_of, precisions.low))
+        self._places = Places(comm.control, comm.gather, comm.reduce, placements or {})
+        self.entries = self._places.put(list(grouping.entries_of(model, group_of, precisions.low)))
         self._joining = Joining(self.entries)
         for entry in self.entries:
             refuse_unready(entry.name, entry.param)
         self._frozen = [entry for entry in self.entries if not entry.param.requires_grad]
         trained = sum(entry.param.numel() for entry in self.entries if entry.trainable)
         self._masters = Masters(placement, trained // (self.world_size if self.stage else 1))
-        found = planning.plans(model, self.entries, self.stage, settings)
-        plans = [(plan, planning.layout_of(plan, self.world_size)) for plan in found]
+        found = planning.plans(model, self.entries, self.stage, settings, self._places.alone)
+        plans = [(plan, planning.layout_of(plan, self._places.of(plan.entries[0]).world_size)) for plan in found]
         sizes = [planning.size_of(plan, layout, precisions.accumulate) for plan, layout in plans if not plan.whole]
         self._resting = open_stores(sizes) if open_stores is not None else Resting()
         self._failure: TierError | None = None  # of what rests, when it was last used
@@ -94,20 +97,22 @@ class ZeroSharding:
         self._agree = Agreement(comm.control, device, self._joining.plain)
         self.local = LocalGradients(self._gradients, self._agree, self.world_size)
         self._averaged = AveragedGradients(
-            self._gradients, self._agree, self._queue, self.rank,
+            self._gradients, self._agree, self._queue, self._places,
             lambda what: self.raise_together(self._rest_failure(), what),
         )  # fmt: skip
         self.before_hold: Callable[[], None] = lambda: None  # what has to happen before values are read or rewritten
         self._fallible = self._resting.fallible or (placement is not None and placement.fallible)
         self._holding = Holding(
-            self.units, self._outside, comm.control, self._residency, self._agree.any_rank, self._take_over
-        )
+            self.units, self._outside, comm.control, self._residency, self._agree.any_rank, self._take_over,
+            self._places.writer_of,
+        )  # fmt: skip
         for entry in self.entries:
             set_owner(entry.param, self, keep=False)
         rests = self._resting.values is not None or self._resting.gradients is not None
         self._opened = Opened(self._gradients) if rests else None
         self._cut = Cut.of(self._gradients, self._masters, self._opened)
-        self._whole = WholeTensors(self.units, self._outside, self._joining, comm.gather, self.together)
+        self._places.count(self._cut.of_unit, self.units, whole=self.stage == 0)
+        self._whole = WholeTensors(self.units, self._outside, self._joining, self._places, self.together)
         self._publishing = Publishing(trainable, self._cut.keys_of)
         self._hooks: list[RemovableHandle] = []
         for index, gradients in enumerate(self._gradients):
@@ -120,12 +125,13 @@ class ZeroSharding:
     # ---------------------------------------------------------------------------------------------- construction
     def _make_unit(self, plan: UnitPlan, layout: FlatLayout, index: int) -> Unit:
         entries, first = plan.entries, plan.entries[0]
+        replicas = self._places.of(first)
         unit = Unit(
             index,
             plan.name,
             [entry.param for entry in entries],
             layout,
-            comm=self._comm.gather,
+            comm=replicas.gather,
             dtype=first.dtype,
             master_dtype=torch.float64 if first.dtype == torch.float64 else torch.float32,
             trainable=first.trainable,
@@ -134,14 +140,17 @@ class ZeroSharding:
             rest=None if plan.whole else self._resting.values,
         )
         self._module_of_unit = {**getattr(self, "_module_of_unit", {}), unit: plan.module}
-        self._masters.adopt(unit, initial_values(unit, self._comm.gather, self._device))
+        self._places.of_unit[unit] = replicas
+        self._masters.adopt(unit, initial_values(unit, replicas.gather, self._device))
         return unit
 
     def _make_gradients(self, unit: Unit) -> UnitGradients:
+        replicas = self._places.of_unit[unit]
         return UnitGradients(
             unit,
-            reducer=self._comm.reduce,
-            gatherer=self._comm.gather,
+            reducer=replicas.reduce,
+            gatherer=replicas.gather,
+            divisor=replicas.divisor,
             keep_full=self.stage < 2,
             wire=self._precisions.wire or unit.dtype,
             accumulate=self._precisions.accumulate or unit.dtype,
@@ -158,7 +167,7 @@ class ZeroSharding:
         patterns = settings.keep_gathered
         return GatherOnUse(
             owners,
-            self._comm.gather,
+            self._comm.control if self._places.several else self._comm.gather,
             prefetch_numel=planning.prefetch_numel(self.units, settings),
             max_live_numel=settings.max_live_numel,
             fallible=self._resting.fallible,
@@ -174,7 +183,8 @@ class ZeroSharding:
         for entry in self._outside:
             built = built_values(entry.param)
             initial = (entry.param.data if built is None else built).to(self._device, entry.dtype).contiguous()
-            self._comm.control.broadcast(initial, 0, Tag("initial values", (entry.name,))).wait()
+            group, _ = self._places.writer_of(entry.param, 0)
+            group.broadcast(initial, 0, Tag("initial values", (entry.name,))).wait()
             entry.param.data = initial
 
     # ------------------------------------------------------------------------------------------------- one step
@@ -297,8 +307,13 @@ class ZeroSharding:
     def slices(self) -> Sequence[Slice]:
         return self._cut.slices
 
+    @property
+    def disjoint(self) -> bool:
+        """What ranks compute over their slices adds up (each divided by its `copies`); else all hold the same ones."""
+        return self.stage > 0 or self._places.several
+
     def combine(self, local: Tensor, op: ReduceOp) -> Tensor:
-        if self.stage > 0:  # at stage 0 every rank has computed over all slices already
+        if self.disjoint:  # else every rank has computed over all slices already
             self._comm.control.all_reduce(local, Tag("combine", step=self._step), op).wait()
         return local
 

@@ -1,0 +1,204 @@
+"""Moving tokens to rows grouped by expert and back, by tables of indices.
+
+`Rows` says which token and choice each row holds, and its inverse which row each choice went to, so that both
+directions of both movements are gathers: memory is linear in tokens, the order of sums is fixed, and no mask of size
+tokens x experts x capacity exists. Rows of a layout with capacity have a fixed number per expert, some of them empty;
+those of a dropless one follow each other without gaps.
+(What the masks of Lepikhin et al. 2020, arXiv:2006.16668, algorithm 1, compute; as tables: Rajbhandari et al. 2022,
+arXiv:2201.05596, section 5.4.)
+"""
+
+# S tokens, E experts, K choices per token, M width, C slots per expert, N rows
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from trilithon.contracts import Collectives, Tag
+from trilithon.parallel.moe.gate import Choice
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Rows:
+    """slot_of: [S, K] row of each choice, -1 if dropped; source: [N] index s * K + j of the choice in a row, -1 if the
+    row is empty; per_expert: rows of each expert when that number is fixed, else None; choice: kept while a graph that
+    uses the table lives, so that a recomputation finds it.
+    """
+
+    slot_of: Tensor
+    source: Tensor
+    per_expert: int | None
+    choice: Choice
+
+
+def rows_of(choice: Choice, per_expert: int | None) -> Rows:
+    """Lay out what was kept by expert, within an expert by token. per_expert: fixed number of rows, at least the
+    largest kept count; None for rows without gaps."""
+    num_tokens, k = choice.experts.shape
+    num_experts = choice.routed.numel()
+    flat = torch.where(choice.kept, choice.experts, num_experts).reshape(-1)  # token-major: s * K + j
+    by_expert = torch.sort(flat, stable=True)
+    total = int(choice.kept_counts.sum()) if num_tokens else 0
+    source, experts = by_expert.indices[:total], by_expert.values[:total]
+    slot_of = torch.full((num_tokens * k,), -1, dtype=torch.int64, device=flat.device)
+    if per_expert is None:
+        slot_of[source] = torch.arange(total, device=flat.device)
+        return Rows(slot_of.view(num_tokens, k), source, None, choice)
+    starts = choice.kept_counts.cumsum(0) - choice.kept_counts
+    slots = experts * per_expert + torch.arange(total, device=flat.device) - starts[experts]
+    slot_of[source] = slots
+    padded = torch.full((num_experts * per_expert,), -1, dtype=torch.int64, device=flat.device)
+    padded[slots] = source
+    return Rows(slot_of.view(num_tokens, k), padded, per_expert, choice)
+
+
+def take(values: Tensor, index: Tensor, gaps: bool) -> Tensor:
+    """Rows of `values` [n, M] at `index`; zeros where it is -1, which `gaps` says can occur."""
+    if not gaps:
+        return values.index_select(0, index)
+    if values.shape[0] == 0:
+        return values.new_zeros(index.numel(), values.shape[1])
+    found = values.index_select(0, index.clamp(min=0))
+    return found.masked_fill_((index < 0).unsqueeze(1), 0.0)
+
+
+class _Scatter(Function):
+    """x [S, M] -> rows [N, M]."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SM: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
+        source, k = rows.source, rows.slot_of.shape[1]
+        tokens = torch.where(source < 0, source, source.div(k, rounding_mode="floor")) if k > 1 else source
+        return take(x_SM, tokens, rows.per_expert is not None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NM: Tensor) -> tuple[Tensor, None]:
+        slot_of = ctx.rows.slot_of
+        total = take(grad_NM, slot_of[:, 0], True)
+        for place in range(1, slot_of.shape[1]):
+            total += take(grad_NM, slot_of[:, place], True)
+        return total, None
+
+
+class _Combine(Function):
+    """rows [N, M], weights [S, K] -> [S, M]: the weighted sum of each token's rows, added up in at least fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_NM: Tensor, weights_SK: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
+        ctx.save_for_backward(rows_NM, weights_SK)
+        total = None
+        for place in range(rows.slot_of.shape[1]):
+            part = take(rows_NM, rows.slot_of[:, place], True).to(weights_SK.dtype)
+            part *= weights_SK[:, place : place + 1]
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total.to(rows_NM.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_SM: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows_NM, weights_SK = ctx.saved_tensors
+        rows: Rows = ctx.rows
+        source, k, gaps = rows.source, weights_SK.shape[1], rows.per_expert is not None
+        tokens = torch.where(source < 0, source, source.div(k, rounding_mode="floor")) if k > 1 else source
+        weight_of = take(weights_SK.reshape(-1, 1), source, gaps)
+        grad_rows = take(grad_SM, tokens, gaps).to(weights_SK.dtype)
+        columns = []
+        for place in range(k):
+            part = take(rows_NM, rows.slot_of[:, place], True).to(weights_SK.dtype)
+            columns.append((part * grad_SM).sum(1))
+        return (grad_rows * weight_of).to(rows_NM.dtype), torch.stack(columns, 1), None
+
+
+class _Exchange(Function):
+    """rows [n, M] to their ranks; send, receive: rows for and from each. Backward sends them back."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 (autograd passes by position)
+        ctx: Any, rows: Tensor, group: Collectives, send: list[int] | None, receive: list[int] | None, tag: Tag
+    ) -> Tensor:
+        ctx.group, ctx.send, ctx.receive, ctx.tag = group, send, receive, tag
+        return _all_to_all(rows, group, send, receive, tag)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        tag = Tag(f"{ctx.tag.module}, backward", ctx.tag.parameters)
+        return _all_to_all(grad, ctx.group, ctx.receive, ctx.send, tag), None, None, None, None
+
+
+def _all_to_all(
+    rows: Tensor, group: Collectives, send: list[int] | None, receive: list[int] | None, tag: Tag
+) -> Tensor:
+    width = rows.shape[-1]
+    rows = rows.contiguous()
+    if send is None or receive is None:
+        out = torch.empty_like(rows)
+        group.all_to_all(out, rows, tag).wait()
+        return out
+    out = rows.new_empty(sum(receive), width)
+    group.all_to_all(out, rows, tag, receive=[n * width for n in receive], send=[n * width for n in send]).wait()
+    return out
+
+
+class _Reorder(Function):
+    """rows[order]; order is a permutation and `inverse` undoes it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return rows.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.index_select(0, ctx.inverse), None, None
+
+
+def scatter(x_SM: Tensor, rows: Rows) -> Tensor:
+    """[S, M] -> [N, M]: every kept choice's row is its token, empty rows are zero."""
+    out: Tensor = _Scatter.apply(x_SM, rows)
+    return out
+
+
+def combine(rows_NM: Tensor, weights_SK: Tensor, rows: Rows) -> Tensor:
+    """[N, M], [S, K] -> [S, M]: a token without a kept choice gets exactly zero."""
+    out: Tensor = _Combine.apply(rows_NM, weights_SK, rows)
+    return out
+
+
+def exchange(
+    rows: Tensor, group: Collectives, tag: Tag, send: list[int] | None = None, receive: list[int] | None = None
+) -> Tensor:
+    """[n, M] -> [m, M], differentiable: rows in order of the rank they go to become rows in order of the rank they come
+    from. send, receive: how many; None for equal parts. Every rank of the group calls it, also with no row."""
+    out: Tensor = _Exchange.apply(rows, group, send, receive, tag)
+    return out
+
+
+def reorder(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """[n, M] in another order, differentiable."""
+    out: Tensor = _Reorder.apply(rows, order, inverse)
+    return out
+
+
+def by_expert(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """counts: [ranks, experts], rows that came from each rank for each expert of this one, rank by rank.
+
+    Returns (order, inverse) [n] i64: rows[order] are expert by expert, within one by rank.
+    """
+    ranks, experts = counts.shape
+    labels = torch.arange(experts, device=counts.device).repeat(ranks)
+    order = torch.sort(labels.repeat_interleave(counts.reshape(-1)), stable=True).indices
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return order, inverse
