@@ -455,9 +455,7 @@ class Engine:
         """Make parameters and state those after the last step, on all ranks: apply the gradient that waits (delayed
         update), and make ranks one that moved on their own (0/1 Adam).
 
-        Collective when there is something to do. Evaluation, `uneven`, views of whole tensors, `gathered`, `save` and
-        `close` do it themselves.
-        """
+        Collective when there is something to do. `uneven`, `gathered`, `save`, `close`, evaluation and views do it."""
         if self._applying is not None and not self._closed:
             self._require_open()
             self._applying.drain()
