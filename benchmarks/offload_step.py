@@ -9,7 +9,8 @@ adam: processor time of the host update against a loop over the same memory stre
 overlap: wall time of an update streamed from disk against the same update in memory (compute) and the same streams
     without an update (IO): the share of max(compute, IO) says how much of the smaller one is hidden.
 memory: peak resident memory of a process that trains bf16 parameters, by model size and tier, and its slope in bytes
-    per parameter. Each point is a process of its own; the peak is that of the steps, after construction.
+    per parameter; with everything on disk, parameters and gradients rest there as well, at stage 3.
+    Each point is a process of its own; the peak is that of the steps, after construction.
 
 Implementations take turns. Times are medians of `--repeats`.
 """
@@ -201,8 +202,13 @@ class Deep(nn.Module):
 def one_process(numel: int, state: str, path: str) -> None:
     """Train two steps and print the peak of resident memory in them, in bytes."""
     torch.set_num_threads(1)
+    everything = state == "everything on disk"
+    state = "disk" if everything else state
     offload = {"state": state, "sub_group_numel": 2**20} | ({"path": path} if state == "disk" else {})
-    config = {"zero": {"stage": 2}, "precision": "bf16", "optimizer": {"kind": "adamw"}, "offload": offload}
+    zero: dict[str, Any] = {"stage": 2}
+    if everything:
+        offload["parameters"], zero = "disk", {"stage": 3, "unit_classes": ["Linear"]}
+    config = {"zero": zero, "precision": "bf16", "optimizer": {"kind": "adamw"}, "offload": offload}
     with trilithon.initialize(Deep(numel), config) as engine:
         engine.train_step([torch.ones(1, 512)])
         Path("/proc/self/clear_refs").write_text("5")
@@ -214,7 +220,7 @@ def one_process(numel: int, state: str, path: str) -> None:
 
 
 def memory(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for state in ("device", "host", "disk"):
+    for state in ("device", "host", "disk", "everything on disk"):
         points = []
         for millions in arguments.millions:
             with tempfile.TemporaryDirectory(dir=arguments.path) as folder:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from trilithon.version import __version__
 
 _HOME = {
     "initialize": "trilithon.engine.build",
@@ -26,6 +26,7 @@ _HOME = {
     "ProtocolError": "trilithon.errors",
     "ShardedParameterError": "trilithon.errors",
     "CollectiveError": "trilithon.errors",
+    "TierError": "trilithon.errors",
     "NonFiniteError": "trilithon.errors",
     "LaunchError": "trilithon.errors",
 }
@@ -42,6 +43,7 @@ __all__ = [
     "NonFiniteError",
     "ProtocolError",
     "ShardedParameterError",
+    "TierError",
     "TrilithonError",
     "__version__",
     "initialize",
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from trilithon.errors import NonFiniteError as NonFiniteError
     from trilithon.errors import ProtocolError as ProtocolError
     from trilithon.errors import ShardedParameterError as ShardedParameterError
+    from trilithon.errors import TierError as TierError
     from trilithon.errors import TrilithonError as TrilithonError
     from trilithon.parallel import moe as moe
     from trilithon.parallel.moe import MoE as MoE

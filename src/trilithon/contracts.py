@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -130,6 +130,8 @@ class Slice:
     shards: list[Shard] = field(default_factory=list)  # in order of offset; what lies between them is zero
     copies: int = 1  # ranks that contribute this slice to a sum by `combine`, this one included
     idle: frozenset[str] = frozenset()  # parameters without gradient on any rank this time: leave them as they are
+
+    brings: ClassVar[bool] = False  # reading `grad` or `low` brings them beside the master: read what is used next only
 
 
 class Sharding(Protocol):

@@ -47,6 +47,9 @@ def test_the_example_runs(script, num_ranks, tmp_path):
         assert float(loss) < 1.0  # four classes: 1.39 is a guess
     if script.name == "huggingface_style_loop.py":
         assert float(re.search(r"accuracy ([\d.]+)", said).group(1)) > 0.9
+    if script.name == "bigger_than_memory.py":
+        states, grown = re.search(r"states (\d+) MiB a rank, resident memory grew by (\d+) MiB", said).groups()
+        assert int(grown) <= 32 and int(states) > 2 * int(grown)
     if script.name == "zero3_init.py":
         assert ("refused: `sum` reads" in said) == (num_ranks > 1)  # one rank holds everything
 

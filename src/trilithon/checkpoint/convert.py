@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trilithon import __version__
 from trilithon.checkpoint.agreement import Alone
 from trilithon.checkpoint.export import portions
 from trilithon.checkpoint.manifest import Entry, dtype_name
@@ -24,6 +23,7 @@ from trilithon.checkpoint.reader import CheckpointReader
 from trilithon.checkpoint.save import FILE_BYTES, Contents, save
 from trilithon.checkpoint.table import Holding, Span
 from trilithon.errors import CheckpointError
+from trilithon.version import __version__
 
 _WEIGHTS = ("master", "frozen", "buffer")
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

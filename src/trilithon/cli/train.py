@@ -56,6 +56,10 @@ _KEYS = {
     "schedule": "lr_schedule",
     "warmup": "lr_schedule.warmup_steps",
     "clip": "clip_norm",
+    "state_tier": "offload.state",
+    "param_tier": "offload.parameters",
+    "tier_path": "offload.path",
+    "activation_tier": "recompute.tier",
     "seed": "seed",
 }
 
@@ -135,6 +139,20 @@ def run(
     ] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", help="Text that the sample continues.")] = None,
     sample_tokens: Annotated[int | None, typer.Option("--sample-tokens", help="Length of the sample; 0: none.")] = None,
+    state_tier: Annotated[
+        str | None, typer.Option("--state-tier", help="Where masters and optimizer state rest: device, host or disk.")
+    ] = None,
+    param_tier: Annotated[
+        str | None,
+        typer.Option("--param-tier", help="Stage 3: where parameters and gradients rest: device, host, disk."),
+    ] = None,
+    tier_path: Annotated[Path | None, typer.Option("--tier-path", help="Folder for what rests on disk.")] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Compute the activations of blocks again in backward.")
+    ] = False,
+    activation_tier: Annotated[
+        str | None, typer.Option("--activation-tier", help="With --recompute, where inputs rest: device or host.")
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of weights, order and sample.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show settings, sizes and memory; start nothing.")] = False,
@@ -155,15 +173,20 @@ def run(
       trilithon train --data 'books/*.txt' --tokenizer bpe --vocab 8192 --model small
       trilithon train --data texts/ --experts 8 --top-k 1 --ep-size 2 --nproc 2
       trilithon train --data src/ --suffix .py --nproc 4 --tp 2 --zero-stage 1
+      trilithon train --data texts/ --zero-stage 3 --state-tier disk --param-tier disk --tier-path /mnt/fast --recompute
       trilithon train --config run.toml --lr 6e-4 --set zero.bucket_numel=1000000
       trilithon train --data texts/ --nproc 2 --out runs/a --save-every 100 --max-restarts 3
       trilithon train --resume runs/a --nproc 4
       torchrun --nproc-per-node 4 -m trilithon.cli.main train --data texts/ --zero-stage 2
     """
     given = {name: value for name, value in locals().items() if name in _KEYS and value is not None}
-    overrides: dict[str, Any] = {_KEYS[name]: value for name, value in given.items()}
+    overrides: dict[str, Any] = {
+        _KEYS[name]: str(value) if isinstance(value, Path) else value for name, value in given.items()
+    }
     if data or more_data:
         overrides["data.paths"] = [*(data or []), *(more_data or [])]
+    if recompute and activation_tier is None:
+        overrides["recompute"] = {}
     if overwrite:
         overrides["run.overwrite"] = True
     if quiet:

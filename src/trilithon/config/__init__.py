@@ -17,6 +17,7 @@ from trilithon.config.offload import OffloadConfig
 from trilithon.config.optimizer import Adagrad, Adam, AdamW, Lamb, Lion, OptimizerConfig, Sgd
 from trilithon.config.origin import Origin, Problem, Source
 from trilithon.config.precision import Bf16, Fp16, Fp32, NonFinite, PrecisionConfig
+from trilithon.config.recompute import RecomputeConfig
 from trilithon.config.root import Config, Examined, examine, explain
 from trilithon.config.schedule import (
     Constant,
@@ -70,6 +71,7 @@ __all__ = [
     "Polynomial",
     "PrecisionConfig",
     "Problem",
+    "RecomputeConfig",
     "ResolvedBatch",
     "ScheduleConfig",
     "Section",

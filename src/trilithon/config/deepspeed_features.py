@@ -7,6 +7,7 @@ from typing import Any
 
 from trilithon.config.deepspeed_rules import (
     Block,
+    Code,
     Entry,
     Feature,
     Idle,
@@ -14,7 +15,6 @@ from trilithon.config.deepspeed_rules import (
     To,
     any_enabled,
     enabled,
-    placed,
     present,
     same,
 )
@@ -76,12 +76,17 @@ AIO = Block(
         "use_gds": Only((False, None), "reading from disk straight to a GPU is not in this version; set it to false"),
     }
 )
-OFFLOAD_PARAM = Feature(
-    "keeping parameters in host memory or on disk",
-    placed,
-    'set device to "none" or leave the block out',
-    _named("device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"),
+OFFLOAD_PARAM = Block(
+    {
+        "device": To("offload.parameters", _tier),
+        "nvme_path": Code(),
+        "buffer_count": Idle("offload.buffers says how many slices have room, for each kind of state", "count"),
+        "buffer_size": Idle("buffers are as large as the longest slice", "count"),
+        "max_in_cpu": Idle("what is read ahead is bounded by offload.buffers", "count"),
+        "pin_memory": Idle("buffers are locked whenever there is an accelerator that copies from them", "flag"),
+    }
 )
+CPU_OFFLOAD_PARAM = To("offload.parameters", _host_if)
 ZENFLOW = Feature(
     "ZenFlow",
     present,
@@ -92,17 +97,17 @@ ZENFLOW = Feature(
     ),
 )
 
-_RECOMPUTE = "recomputing activations through the configuration is not in this version; wrap blocks of the model in "
-_RECOMPUTE += "torch.utils.checkpoint, and set this to false"
+_PARTITION = "cutting activation checkpoints over tensor-parallel ranks is not in this version; set it to false"
+_OWN_MEMORY = "each input that is kept has memory of its own, which is used again"
 ACTIVATION_CHECKPOINTING = Block(
     {
-        "partition_activations": Only((False, None), _RECOMPUTE),
-        "cpu_checkpointing": Only((False, None), _RECOMPUTE),
-        "contiguous_memory_optimization": Only((False, None), _RECOMPUTE),
-        "contiguous_checkpointing": Only((False, None), _RECOMPUTE),
+        "partition_activations": Only((False, None), _PARTITION),
+        "cpu_checkpointing": Code(),
+        "contiguous_memory_optimization": Idle(_OWN_MEMORY, "flag"),
+        "contiguous_checkpointing": Idle(_OWN_MEMORY, "flag"),
         "number_checkpoints": Idle("it only says how many activation checkpoints lie in one buffer"),
-        "synchronize_checkpoint_boundary": Idle("nothing is recomputed by this version", "flag"),
-        "profile": Idle("nothing is recomputed by this version", "flag"),
+        "synchronize_checkpoint_boundary": Idle("copies are ordered by events, not by waiting for the device", "flag"),
+        "profile": Idle("time is measured on the step that monitor.profile_step names", "flag"),
     }
 )
 

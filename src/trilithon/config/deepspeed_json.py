@@ -254,6 +254,8 @@ class _Reader:
         self.precision(block)
         self.printing(block)
         self.monitors(block)
+        self.recompute(block.get("activation_checkpointing"))
+        self.parameter_folder(block.get("zero_optimization"))
         read_optimizer(self, block.get("optimizer"))
         read_scheduler(self, block.get("scheduler"))
         if block.get("gradient_clipping") is None:
@@ -299,6 +301,30 @@ class _Reader:
             self.put("monitor.quiet", True, "steps_per_print")
         elif "steps_per_print" in block:
             self.put("monitor.every", every, "steps_per_print")
+
+    def parameter_folder(self, zero: Any) -> None:
+        """Both offload blocks of DeepSpeed name a folder; here all that rests on disk shares one."""
+        block = zero.get("offload_param") if isinstance(zero, Mapping) else None
+        path = block.get("nvme_path") if isinstance(block, Mapping) else None
+        key, other = "zero_optimization.offload_param.nvme_path", self.draft.sources.get("offload.path")
+        if path is None:
+            return
+        if other is None:
+            self.put("offload.path", path, key)
+        elif dict(leaves(self.draft.values)).get("offload.path") != path:
+            self.draft.problem(key, f"{key}={show(path)}, and {other.key} names another folder; keep one of the two")
+
+    def recompute(self, block: Any) -> None:
+        """In DeepSpeed the model says what is recomputed; only where the inputs rest stands in the file."""
+        wanted = block.get("cpu_checkpointing") if isinstance(block, Mapping) else None
+        key = "activation_checkpointing.cpu_checkpointing"
+        if wanted is True:
+            self.put("recompute.tier", "host", key)
+            self.draft.note(key, "blocks that stand several times in a list of modules are recomputed")
+        elif wanted not in (None, False):
+            self.draft.problem(key, f"{key}={show(wanted)} ({kind_of(wanted)}): must be true or false")
+        elif wanted is False:
+            self.draft.note(key, "no effect: it is off")
 
     def monitors(self, block: Mapping[str, Any]) -> None:
         """tensorboard and csv_monitor each name a folder; here all sinks share one."""

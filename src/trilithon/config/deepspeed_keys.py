@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from trilithon.config.deepspeed_features import AIO, CPU_OFFLOAD, FEATURES, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZENFLOW
+from trilithon.config.deepspeed_features import (
+    AIO,
+    CPU_OFFLOAD,
+    CPU_OFFLOAD_PARAM,
+    FEATURES,
+    OFFLOAD_OPTIMIZER,
+    OFFLOAD_PARAM,
+    ZENFLOW,
+)
 from trilithon.config.deepspeed_rules import Block, Code, Entry, Idle, Only, To, as_list, dtype
 
 _FLAT = "gradients and parameters of a bucket always lie in one flat buffer"
@@ -12,7 +20,6 @@ _UNITS = "parameters are gathered in units chosen from the module tree; zero.uni
 _CHECKS = "it switches a diagnosis inside DeepSpeed"
 _PORTABLE = "it is about DeepSpeed's own checkpoints, which this version does not read"
 _QUANTISED = "quantised or two-level communication (ZeRO++) is not in this version; set it to false"
-_DEPRECATED_OFFLOAD = "keeping parameters in host memory is not in this version; set it to false or leave it out"
 
 _STAGE_3: dict[str, Entry] = {
     "stage3_prefetch_bucket_size": To("zero.prefetch_numel"),
@@ -45,8 +52,8 @@ ZERO: dict[str, Entry] = {
     "zenflow": ZENFLOW,
     "sub_group_size": Idle("offload.sub_group_numel says how much state is in memory at once, whatever it is", "count"),
     "cpu_offload": CPU_OFFLOAD,
-    "cpu_offload_param": Only((False, None), _DEPRECATED_OFFLOAD),
-    "cpu_offload_params": Only((False, None), _DEPRECATED_OFFLOAD),
+    "cpu_offload_param": CPU_OFFLOAD_PARAM,
+    "cpu_offload_params": CPU_OFFLOAD_PARAM,
     "cpu_offload_use_pin_memory": Idle("buffers are locked whenever there is an accelerator", "flag"),
     **_STAGE_3,
     **{name.removeprefix("stage3_"): entry for name, entry in _STAGE_3.items()},

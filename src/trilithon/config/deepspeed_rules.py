@@ -83,14 +83,6 @@ def any_enabled(value: Any) -> bool:
     return enabled(value) or any(any_enabled(below) for below in value.values() if isinstance(below, Mapping))
 
 
-def placed(value: Any) -> bool:
-    """For offload blocks: on when `device` names something other than none."""
-    if not isinstance(value, Mapping):
-        return value is not None
-    device = value.get("device", "none")
-    return device is not None and not (isinstance(device, str) and device.lower() == "none")
-
-
 def same(value: Any, allowed: Any) -> bool:
     """Equality that does not take 1 for true or 0 for false."""
     if isinstance(value, bool) or isinstance(allowed, bool):

@@ -19,6 +19,10 @@ class OffloadConfig(Section):
 
     state: Literal["device", "host", "disk"] = "device"
     """Where fp32 masters and optimizer state rest. host, disk: at stages 1 to 3, updated by the processor."""
+    parameters: Literal["device", "host", "disk"] = "device"
+    """Stage 3: where each rank's part of the parameters rests between uses."""
+    gradients: Literal["device", "host", "disk"] | None = None
+    """Stage 3: where reduced gradients rest until the update. null: where the parameters do."""
     path: Path | None = None
     """Folder on a local disk for what rests on disk. Each run makes a folder of its own in it, and removes it."""
     ratio: Annotated[NonNegativeReal, Field(le=1.0)] = 1.0
@@ -26,7 +30,8 @@ class OffloadConfig(Section):
     sub_group_numel: Positive = 4 * 2**20
     """Longest slice that is brought, updated and sent back at once. Shorter ones need less memory."""
     buffers: Positive = 4
-    """Disk: memory for this many of the longest slices. 3 let reading, updating and writing overlap."""
+    """Disk: memory for this many of the longest slices, of each kind of state that rests there. 3 let reading, updating
+    and writing overlap."""
     threads: Positive = 4
     """Disk: requests in flight at the same time."""
     piece_bytes: Positive = 8 * 2**20

@@ -40,6 +40,7 @@ from trilithon.config.origin import (
     values_of,
 )
 from trilithon.config.precision import Fp16, Fp32, PrecisionConfig
+from trilithon.config.recompute import RecomputeConfig
 from trilithon.config.schedule import ScheduleConfig
 from trilithon.config.zero import ZeroConfig
 from trilithon.errors import ConfigError
@@ -72,6 +73,8 @@ class Config(Section):  # noqa: PLW1641 (pydantic gives frozen classes their __h
     """The learning-rate schedule: its name, or a block with its settings. null: the rate stays as it is."""
     clip_norm: NonNegativeReal = 0.0
     """Largest 2-norm of the whole gradient; a larger one is scaled down to it. 0 turns clipping off."""
+    recompute: RecomputeConfig | None = None
+    """Activations to compute again in backward instead of keeping them. null: none; {}: those of repeated blocks."""
     monitor: MonitorConfig = MonitorConfig()
     """What is recorded."""
     checkpoints: CheckpointConfig = CheckpointConfig()
@@ -291,6 +294,8 @@ _STAGE_3_ONLY = (
     "persist_total_numel",
     "unit_classes",
     "keep_gathered",
+    "tile_above_numel",
+    "tile_modules",
 )
 _OFFLOAD_ONLY = ("ratio", "sub_group_numel")
 _DISK_ONLY = ("path", "buffers", "threads", "piece_bytes", "direct")
@@ -333,6 +338,8 @@ def _without_effect(config: Config, draft: Draft) -> list[str]:
         idle += [(f"tensor.{name}", "no effect, because mesh.tensor is 1") for name in ("plan", "cut_norms")]
     if zero.persist_below_numel == 0 and zero.stage == 3:
         idle.append(("zero.persist_total_numel", "no effect, because zero.persist_below_numel is 0"))
+    if zero.tile_above_numel is None and zero.stage == 3:
+        idle.append(("zero.tile_modules", "no effect, because zero.tile_above_numel is not given"))
     written = ("file", "argument", "override", "deepspeed")
     return [f"{source.key or key}: {why}" for key, why in idle if (source := draft.source_of(key)).kind in written]
 
@@ -340,10 +347,9 @@ def _without_effect(config: Config, draft: Draft) -> list[str]:
 def _offload_without_effect(config: Config) -> list[tuple[str, str]]:
     offload, idle = config.offload, []
     if offload.state == "device":
-        why = 'no effect, because offload.state is "device"'
-        idle += [(f"offload.{name}", why) for name in (*_OFFLOAD_ONLY, *_DISK_ONLY)]
-    elif offload.state == "host":
-        why = 'no effect, because offload.state is "host", and only "disk" reads and writes files'
+        idle += [(f"offload.{name}", 'no effect, because offload.state is "device"') for name in _OFFLOAD_ONLY]
+    if "disk" not in (offload.state, offload.parameters, offload.gradients):
+        why = "no effect, because nothing rests on disk"
         idle += [(f"offload.{name}", why) for name in _DISK_ONLY]
     if not offload.delayed_update:
         idle.append(("offload.delay_after_steps", "no effect, because offload.delayed_update is false"))

@@ -18,6 +18,8 @@ from trilithon.config.naming import kind_name, sections_of
 from trilithon.config.root import Config
 
 _READ_BY_CODE = {
+    "zero_optimization.offload_param.nvme_path": "becomes `offload.path`; offload_optimizer may not name another",
+    "activation_checkpointing.cpu_checkpointing": 'true: sets `recompute.tier` to "host", for repeated blocks',
     "fp16.enabled": 'sets precision to "fp16"',
     "bf16.enabled": 'sets precision to "bf16"',
     "bfloat16.enabled": 'sets precision to "bf16"',

@@ -48,3 +48,8 @@ class ZeroConfig(Section):
     """Stage 3: names of module classes gathered as one unit each. Empty: units are chosen by size."""
     keep_gathered: tuple[str, ...] = ()
     """Stage 3: patterns of module names whose parameters stay gathered between forward and backward."""
+    tile_above_numel: Positive | None = None
+    """Stage 3: linear layers with more weights than this are executed in tiles of at most so many, each gathered by
+    itself. null: none."""
+    tile_modules: tuple[str, ...] = ("*",)
+    """Stage 3: patterns of names of the modules that `tile_above_numel` is about."""

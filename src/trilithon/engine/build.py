@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from trilithon.checkpointing import Recompute, chosen_blocks
 from trilithon.comm.ledger import Ledger
 from trilithon.comm.mesh import init_distributed, rendezvous_store
 from trilithon.comm.watchdog import Watchdog
 from trilithon.config import Bf16, Config, Fp16, Fp32
 from trilithon.config.mesh import REPLICAS
 from trilithon.contracts import Precision, Tag, Update
-from trilithon.engine import capabilities, state_tier
+from trilithon.engine import capabilities, parameter_tier, state_tier
 from trilithon.engine.allocator import keep_freed_memory
 from trilithon.engine.engine import Engine
 from trilithon.engine.experts import SpreadExperts, find_experts
@@ -39,12 +40,13 @@ from trilithon.optim.learning_rate import AnySchedule, LearningRate
 from trilithon.optim.link import Link
 from trilithon.optim.loss_scale import DynamicScale, NoScale, StaticScale
 from trilithon.zero.composite import RankPlacement
-from trilithon.zero.grouping import FROZEN
+from trilithon.zero.grouping import FROZEN, regions_of
 from trilithon.zero.init import built_values
 from trilithon.zero.masters import Placement
 from trilithon.zero.materialize import materialize_meta
 from trilithon.zero.sharded_parameter import ShardedParameter, find_owner
 from trilithon.zero.sharding import Communicators, Precisions, ZeroSharding
+from trilithon.zero.tiling import TiledLinear, tile
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -82,15 +84,18 @@ def initialize(
     schedule = lr_schedule if lr_schedule is not None else settings.lr_schedule
     _check(settings, chosen, schedule)
     _refuse_taken(model)
+    _refuse_tiles(model, chosen)
+    blocks = chosen_blocks(model, settings.recompute) if settings.recompute is not None else []
     groups = groups_of(model, chosen, parameters) if chosen is not None else []
     if chosen is not None and settings.offload.state != "device":
         state_tier.require_known(chosen, groups)
     init_distributed(settings.comm.backend, settings.comm.timeout_s)
     device = _device()
     if device.type == "cpu":
-        keep_freed_memory()
+        keep_freed_memory(keep=settings.offload.parameters == "device")
     ledger = Ledger()
     axes = resolve_axes(settings, mesh)
+    capabilities.require_no_tiles(axes, settings.zero)
     experts = find_experts(model, axes.size(REPLICAS), settings.moe.data_before_experts)
     if isinstance(chosen, OptimizerSettings):
         capabilities.require_rule_for_experts(chosen.kind, experts.degrees)
@@ -133,6 +138,8 @@ def initialize(
         parallel=parallel,
         monitor=monitor,
         experts=experts,
+        tiled=_tiles(settings),
+        recompute=Recompute(model, blocks, settings.recompute.tier) if settings.recompute is not None else None,
         low=_low(settings) if getattr(settings.precision, "cast_inputs", False) else None,
     )
     engine = Engine(model, parts)
@@ -148,22 +155,23 @@ def _whole_values(param: nn.Parameter) -> torch.Tensor:
 
 
 def _check(settings: Config, optimizer: AnyOptimizer | None, schedule: object) -> None:
-    if optimizer is None:
-        if schedule is not None:
-            raise ConfigError(
-                "a learning-rate schedule was given, but no optimizer: pass one, or set config.optimizer."
-            )
-        return
-    kind = optimizer.kind if isinstance(optimizer, OptimizerSettings) else "foreign"
-    offload = settings.offload
-    capabilities.require_compatible(
-        [
-            capabilities.zero_stage(settings.zero.stage),
+    if optimizer is None and schedule is not None:
+        raise ConfigError("a learning-rate schedule was given, but no optimizer: pass one, or set config.optimizer.")
+    offload, gradients = settings.offload, parameter_tier.gradient_tier(settings.offload)
+    path = offload.path is not None
+    features = [
+        capabilities.zero_stage(settings.zero.stage),
+        *capabilities.offloaded_parameters("offload.parameters", offload.parameters, path=path),
+        *capabilities.offloaded_parameters("offload.gradients", gradients, path=path),
+    ]
+    if optimizer is not None:
+        kind = optimizer.kind if isinstance(optimizer, OptimizerSettings) else "foreign"
+        features += [
             capabilities.update_rule(kind),
-            *capabilities.offloaded_state(offload.state, path=offload.path is not None),
+            *capabilities.offloaded_state(offload.state, path=path),
             *capabilities.delayed_update(offload.delayed_update),
         ]
-    )
+    capabilities.require_compatible(features)
 
 
 def _refuse_taken(model: nn.Module) -> None:
@@ -174,6 +182,17 @@ def _refuse_taken(model: nn.Module) -> None:
                 f"parameter '{name}' belongs to an engine that was not closed. Call close() on that engine before this "
                 "model gets another one, or build the model anew."
             )
+
+
+def _refuse_tiles(model: nn.Module, optimizer: AnyOptimizer | None) -> None:
+    """A rule that communicates itself has whole parameters under their plain names in mind."""
+    kind = optimizer.kind if isinstance(optimizer, OptimizerSettings) else "foreign"
+    tiled = [name for name, module in model.named_modules() if isinstance(module, TiledLinear)]
+    if tiled and capabilities.Capability.WHOLE_GRADIENTS in capabilities.update_rule(kind).needs:
+        raise ConfigError(
+            f"optimizer {kind} averages momenta of whole weights, and {tiled[:4]} were cut into tiles. Undo it with "
+            "trilithon.zero.untile(model), or use an uncompressed optimizer."
+        )
 
 
 def _device() -> torch.device:
@@ -251,7 +270,12 @@ def _sharding(  # noqa: PLR0917 (called once, with everything that build has mad
     device: torch.device, placement: Placement | None, places: Mapping[int, RankPlacement],
 ) -> ZeroSharding:  # fmt: skip
     names = {name: index for index, group in enumerate(groups) for name in group.names}
-    group_of = {id(param): names.get(name, FROZEN) for name, param in model.named_parameters()}
+    tiled = tile(model, settings.zero.tile_above_numel, modules=settings.zero.tile_modules) if _tiles(settings) else []
+    plain = {key: region.name for key, region in regions_of(model).items()} if tiled else {}
+    group_of = {
+        id(param): names.get(plain.get(id(param), name), names.get(name, FROZEN))
+        for name, param in model.named_parameters()
+    }
     low = _low(settings)
     wanted = settings.zero.accumulate_dtype
     accumulate = _DTYPES[wanted] if wanted else (torch.float32 if accumulation > 1 and low else None)
@@ -259,9 +283,14 @@ def _sharding(  # noqa: PLR0917 (called once, with everything that build has mad
     if device.type != "cpu":
         _move_buffers(model, device)
     precisions = Precisions(low, wire, accumulate)
+    stores = parameter_tier.open_stores(settings.offload, comm.control, device)
     return ZeroSharding(
-        model, lambda param: group_of[id(param)], settings.zero, comm, precisions, device, placement, places
+        model, lambda param: group_of[id(param)], settings.zero, comm, precisions, device, placement, stores, places
     )
+
+
+def _tiles(settings: Config) -> bool:
+    return settings.zero.tile_above_numel is not None and settings.zero.stage == 3
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from trilithon.config import Axes
+from trilithon.config import Axes, ZeroConfig
 from trilithon.errors import ConfigError
 
 
@@ -25,6 +25,7 @@ class Capability(Enum):
     FOLDER = "a folder (offload.path)"
     WHOLE_GRADIENTS = "whole local gradients until the update"
     MOVABLE_STATE = "an update rule whose state may rest elsewhere"
+    SHARDED_PARAMETERS = "parameters that are gathered for use"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,10 @@ def zero_stage(stage: int) -> Feature:
     whole = {Capability.WHOLE_GRADIENTS} if stage < 2 else set()
     if stage == 0:
         return Feature("zero.stage=0", gives=frozenset({Capability.WHOLE_PARAMETERS, Capability.LAYER_NORMS, *whole}))
+    sharded = {Capability.SHARDED_PARAMETERS} if stage == 3 else set()
     return Feature(
         f"zero.stage={stage}",
-        gives=frozenset({Capability.SHARDED_STATE, Capability.LAYER_NORMS, *whole}),
+        gives=frozenset({Capability.SHARDED_STATE, Capability.LAYER_NORMS, *whole, *sharded}),
         needs_any=frozenset({Capability.ELEMENTWISE, Capability.LAYER_NORMS}),
         way_out="use zero.stage=0, where every rank holds whole parameters, or an elementwise optimizer",
     )
@@ -104,6 +106,17 @@ def offloaded_state(state: str, *, path: bool) -> list[Feature]:
         )
     )
     if state == "disk" and not path:
+        features.append(Feature(name, needs=frozenset({Capability.FOLDER}), way_out="name one in offload.path"))
+    return features
+
+
+def offloaded_parameters(key: str, tier: str, *, path: bool) -> list[Feature]:
+    """Parameters or gradients off the device. key: "offload.parameters" or "offload.gradients"."""
+    if tier == "device":
+        return []
+    name, sharded = f'{key}="{tier}"', frozenset({Capability.SHARDED_PARAMETERS})
+    features = [Feature(name, needs=sharded, way_out="set zero.stage to 3, with one rank as well")]
+    if tier == "disk" and not path:
         features.append(Feature(name, needs=frozenset({Capability.FOLDER}), way_out="name one in offload.path"))
     return features
 
@@ -172,6 +185,15 @@ def require_rule_for_mesh(kind: str, axes: Axes) -> None:
         raise ConfigError(
             f"optimizer {kind} exchanges gradients of whole parameters over the data axis, and {' and '.join(cut)} "
             "gives ranks parts of them. Use 1 there, or an optimizer that does not, such as adamw."
+        )
+
+
+def require_no_tiles(axes: Axes, settings: ZeroConfig) -> None:
+    """Raises ConfigError for matrices that are to be cut twice."""
+    if axes.size("tensor") > 1 and settings.stage == 3 and settings.tile_above_numel is not None:
+        raise ConfigError(
+            f"zero.tile_above_numel={settings.tile_above_numel} cuts linear layers into tiles, and mesh.tensor="
+            f"{axes.size('tensor')} cuts them over ranks. Leave one of the two out."
         )
 
 

@@ -33,6 +33,7 @@ from trilithon.engine.train_state import Stateful
 from trilithon.errors import NonFiniteError, ProtocolError
 from trilithon.optim.clip import agreed_norm, clip_factor
 from trilithon.zero.plan_report import plan_report
+from trilithon.zero.tiling import untile
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +73,12 @@ class Engine:
         self._batch, self._sharding, self._update = parts.batch, parts.sharding, parts.update
         self._precision, self._rate, self._groups, self._low = parts.precision, parts.rate, parts.groups, parts.low
         self.mesh, self.slices, self._parallel = parts.topology, parts.parallel.slices, parts.parallel
-        self._experts = parts.experts
+        self._tiled, self._experts = parts.tiled, parts.experts
         delay = parts.config.offload.delay_after_steps if parts.config.offload.delayed_update else None
         self._applying = make_applying(parts.sharding, parts.update, delay)
         if self._applying is not None:
             parts.sharding.before_hold = self._applying.drain
+        self._recompute = parts.recompute
         self._window = _Window()
         self._syncing, self._window_open = True, False
         self._uneven = self._closed = False
@@ -364,20 +366,17 @@ class Engine:
         return whole_tensors.ordinary_state_dict(self)
 
     def memory(self) -> dict[str, int]:
-        """Bytes on this rank by category: parameters, gradients, master, optimizer, in_flight.
-
-        Of all tiers together; masters that rest off the device count as "optimizer". See `memory_by_tier`.
-        """
-        return memory.by_category(self._sharding, self._update)
+        """Bytes on this rank by category, all tiers together: parameters, gradients, master (off the device part of
+        optimizer), optimizer, in_flight, and with `recompute` checkpoints: the inputs of blocks kept for backward."""
+        return memory.by_category(self._sharding, self._update, self._recompute)
 
     def memory_by_tier(self) -> dict[str, dict[str, int]]:
         """Bytes on this rank as {"device": {"parameters": ...}, "host": {...}, "disk": {...}}; empty tiers left out.
 
         Off the device, "optimizer" includes masters. On the host, "buffers" is what comes from disk and goes there.
         """
-        waiting = self._applying.bytes() if self._applying is not None else 0
         on_device = self.config.offload.state == "device"
-        return memory.by_tier(self._sharding, self._update, waiting, state_on_device=on_device)
+        return memory.by_tier(self._sharding, self._update, self._recompute, self._applying, state_on_device=on_device)
 
     def plan(self) -> str:
         """A table of the units: which parameters are communicated together, and whether they are gathered for use."""
@@ -448,16 +447,15 @@ class Engine:
         """Make parameters and state those after the last step, on all ranks: apply the gradient that waits (delayed
         update), and make ranks one that moved on their own (0/1 Adam).
 
-        Collective when there is something to do. Evaluation, `uneven`, views of whole tensors, `gathered`, `save` and
-        `close` do it themselves.
-        """
+        Collective when there is something to do. `uneven`, `gathered`, `save`, `close`, evaluation and views do it."""
         if self._applying is not None and not self._closed:
             self._require_open()
             self._applying.drain()
 
-    def close(self) -> None:
-        """Collective at stage 3 and on a mesh: the model gets its whole parameters back, hooks go, state is dropped.
+    def close(self, *, give_back: bool = True) -> None:
+        """Collective at stage 3 and on a mesh: the model gets its whole parameters back.
 
+        give_back=False leaves the parameters cut, and their values are gone: for models that no rank has room for.
         A save in the background is written out first; what it failed with is raised when everything else is done.
         """
         if self._closed:
@@ -470,11 +468,16 @@ class Engine:
         finally:
             if self._monitor is not None:
                 self._monitor.close()
-            self._sharding.close()
-            self._experts.unite()
-            self._parallel.undo()
+            if self._recompute is not None:
+                self._recompute.remove()
+            self._sharding.close(give_back=give_back)
+            if give_back and self._sharding.gives_back:
+                self._experts.unite()
+                self._parallel.undo()
             if self._update is not None:
                 self._update.close()
+            if self._tiled and self._sharding.gives_back:
+                untile(self.module)
             self.mesh.close()
 
     def __enter__(self) -> Engine:

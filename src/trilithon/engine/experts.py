@@ -24,6 +24,8 @@ from trilithon.zero.layout import Region
 
 logger = logging.getLogger(__name__)
 
+_ROOT = "(root)"  # a model that is a layer of experts itself, for people
+
 MakeGroup = Callable[[str, Callable[[list[int]], list[list[int]]] | None], Group]
 """(name, how to split the ranks of a data axis, None for not at all) -> this rank's group. Collective."""
 
@@ -51,7 +53,7 @@ class SpreadExperts:
         for name, axes in self.axes.items():
             number = self.layers[name].num_experts
             numbers = (number, axes.ep_size, axes.replicas, number // axes.ep_size)
-            rows.append([name, *map(str, numbers)])
+            rows.append([name or _ROOT, *map(str, numbers)])
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)
 
@@ -72,7 +74,7 @@ class SpreadExperts:
             group: Collectives = self.groups[degree][0] if degree > 1 else Group(None, name="experts/1")
             if degree > 1:
                 _equal_values(name, layer, control)
-            layer.bind(name, group, statistics, control.rank)
+            layer.bind(name or _ROOT, group, statistics, control.rank)
         if self.degrees and control.rank == 0:
             logger.info("experts over ranks:\n%s", self.table())
 
@@ -95,7 +97,8 @@ class SpreadExperts:
             for own, param in layer.experts.named_parameters():
                 block = tuple(param.shape)
                 corner = (layer.experts.first, *[0] * (len(block) - 1))
-                region = Region(f"{name}.experts.{own}", (layer.num_experts, *block[1:]), corner, block)
+                whole = f"{name}.experts.{own}" if name else f"experts.{own}"
+                region = Region(whole, (layer.num_experts, *block[1:]), corner, block)
                 found[id(param)] = RankPlacement(replicas, region, experts)
         return found
 
@@ -120,10 +123,10 @@ class SpreadExperts:
 
 def find_experts(model: nn.Module, data_size: int, data_first: bool) -> SpreadExperts:
     """The MoE layers of `model`, each with its degree. Raises ConfigError for one that does not fit, by name."""
-    layers = {name or "(root)": module for name, module in model.named_modules() if isinstance(module, MoE)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     found = SpreadExperts(layers)
     for name, layer in layers.items():
-        degree = resolve_ep_size(name, layer.ep_size, layer.num_experts, data_size)
+        degree = resolve_ep_size(name or _ROOT, layer.ep_size, layer.num_experts, data_size)
         found.axes[name] = ExpertAxes(data_size, degree, data_first)
     return found
 

@@ -168,7 +168,7 @@ def _plan_optimizer(
             "optimizer: the checkpoint holds no optimizer state (a weights-only load, parts=('weights',), accepts that)"
         )
     mine = update.state_dict()["rule"]
-    if saved.get("rule") != mine:
+    if saved.get("rule") not in (mine, *getattr(update, "continues", ())):
         return leave(
             f"optimizer: the checkpoint was written by rule {saved.get('rule')!r} and this run has {mine!r} (leave "
             "'optimizer' out of parts to start its state anew)"
@@ -179,7 +179,9 @@ def _plan_optimizer(
     if foreign:
         wanted = {(e.part, name) for e in stored for name in names if reader.find(e.part, name) is e}
     else:
-        wanted = {(f, name) for group, f in fields for name in engine._groups[group].names}
+        sometimes = getattr(update, "sometimes", ())  # fields of one phase only: they are there if they were saved
+        wanted = {(f, name) for group, f in fields for name in engine._groups[group].names if f not in sometimes}
+        wanted |= {(e.part, e.name) for e in stored if e.part in sometimes and e.name in set(names)}
     for part, name in sorted(wanted):
         if 0 in shapes[name]:
             continue

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from trilithon.checkpointing import Recompute
 from trilithon.contracts import Update
+from trilithon.engine.applying import Applying
 from trilithon.zero.sharding import ZeroSharding
 
 Tiers = dict[str, dict[str, int]]
 
 
-def by_category(sharding: ZeroSharding, update: Update | None) -> dict[str, int]:
+def by_category(sharding: ZeroSharding, update: Update | None, recompute: Recompute | None) -> dict[str, int]:
     """All tiers together."""
-    return {**sharding.bytes(), "optimizer": sum(update.bytes().values()) if update is not None else 0}
+    found = {**sharding.bytes(), "optimizer": sum(update.bytes().values()) if update is not None else 0}
+    for sizes in sharding.resting_bytes().values():
+        for category, size in sizes.items():
+            found[category] = found.get(category, 0) + size
+    if recompute is not None:
+        found["checkpoints"] = sum(recompute.bytes().values())
+    return found
 
 
-def by_tier(sharding: ZeroSharding, update: Update | None, waiting: int, *, state_on_device: bool) -> Tiers:
-    """waiting: bytes of gradients of a delayed update. A machine without an accelerator counts its memory as "device"
+def by_tier(
+    sharding: ZeroSharding, update: Update | None, recompute: Recompute | None, applying: Applying | None, *,
+    state_on_device: bool,
+) -> Tiers:  # fmt: skip
+    """Gradients of a delayed update are "delayed". A machine without an accelerator counts its memory as "device"
     where nothing was asked to rest elsewhere."""
     tiers: Tiers = {"device": sharding.bytes()}
 
@@ -26,6 +37,12 @@ def by_tier(sharding: ZeroSharding, update: Update | None, waiting: int, *, stat
     for tier, size in state.items():
         place = "device" if state_on_device and tier == "host" else tier
         add(place, "buffers" if place == "host" and "disk" in state else "optimizer", size)
+    for tier, sizes in sharding.resting_bytes().items():
+        for category, size in sizes.items():
+            add(tier, category, size)
+    for tier, size in (recompute.bytes() if recompute is not None else {}).items():
+        add(tier, "checkpoints", size)
+    waiting = applying.bytes() if applying is not None else 0
     if waiting:
         add("device", "delayed", waiting)
     return tiers

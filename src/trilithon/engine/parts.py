@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from trilithon.checkpointing import Recompute
 from trilithon.comm.ledger import Ledger
 from trilithon.config import Config, ResolvedBatch
 from trilithon.contracts import Precision, Update
@@ -37,3 +38,5 @@ class Parts:
     low: torch.dtype | None  # what floating inputs are cast to
     monitor: Monitor | None = None
     experts: SpreadExperts = field(default_factory=SpreadExperts)
+    recompute: Recompute | None = None
+    tiled: bool = False  # linear layers were tiled for this engine, which makes them plain again

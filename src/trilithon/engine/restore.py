@@ -7,7 +7,7 @@ from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor
 from trilithon.checkpoint.reader import CheckpointReader, Wanted
 from trilithon.checkpoint.table import Holding, Span, values_of
 from trilithon.contracts import SyncMode
-from trilithon.engine.coordinates import Run, in_whole, same_mesh, whole_shapes
+from trilithon.engine.coordinates import same_mesh, whole_shapes
 from trilithon.engine.load_plan import LoadPlan, saved_rates, saved_update, settings_by_group
 from trilithon.engine.random_state import derive_random_states, restore_random_states
 from trilithon.engine.train_state import (
-    frozen_values,
+    frozen_holdings,
     persistent_buffers,
     rank_state,
     slice_holdings,
@@ -120,7 +120,7 @@ class Restore:
         if self._engine._update is not None and (weights or "optimizer" in self._plan.parts):
             self._slices(weights)
         if weights:
-            self._reader.fill(self._frozen_wanted())
+            self._frozen()
             for name, buffer in persistent_buffers(self._engine.module):
                 if name in self._plan.buffers:
                     entry = self._plan.buffers[name]
@@ -154,26 +154,14 @@ class Restore:
         for span in spans:
             yield Wanted(self._source(span), span.start, values_of(span, state))
 
-    def _frozen_wanted(self) -> Iterator[Wanted]:
-        sharding = self._engine._sharding
-        for unit in sharding.units:
-            if unit.trainable:
-                continue
-            values = frozen_values(unit)
-            low, high = (0, unit.layout.padded) if unit.whole_values else unit.own
-            for p in unit.layout.pieces(low, high):
-                place = (p.field.name, p.field.shape, p.start, p.numel, p.offset, p.field.region)
-                yield from self._frozen_runs(values, in_whole(self._engine, *place))
-        for entry in sharding.outside:
-            assert entry.param.is_contiguous()
-            values = entry.param.detach().view(-1)
-            place = (entry.name, entry.param.shape, 0, values.numel(), 0, entry.region)
-            yield from self._frozen_runs(values, in_whole(self._engine, *place))
-
-    def _frozen_runs(self, values: Tensor, runs: Iterable[Run]) -> Iterator[Wanted]:
-        for run in runs:
-            if run.name in self._plan.sources:
-                yield Wanted(self._plan.sources[run.name], run.start, values[run.offset : run.offset + run.numel])
+    def _frozen(self) -> None:
+        sources = self._plan.sources
+        for holding in frozen_holdings(self._engine, write=True):
+            spans = [span for span in holding.spans if span.part == "frozen" and span.name in sources]
+            if spans:
+                with holding.open() as state:
+                    wanted = [Wanted(sources[span.name], span.start, values_of(span, state)) for span in spans]
+                    self._reader.fill(iter(wanted))
 
     def _window(self) -> None:
         engine, own = self._engine, self._own["window"]

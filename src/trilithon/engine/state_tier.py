@@ -79,14 +79,14 @@ def make_placement(
     near: set[str] = set()
     far: StateStore
     if settings.state == "host":
-        _together(lambda: _check_memory(settings, needs), control)
+        together(lambda: free_for_state(needs.state_bytes(settings.ratio), "offload.state"), control)
         far = ResidentStore("host")
     else:
         assert settings.path is not None
         path = settings.path
-        _together(lambda: path.mkdir(parents=True, exist_ok=True), control)
-        _check_space(path, needs.state_bytes(settings.ratio), control)
-        disk = far = _together(lambda: _disk(settings, path, needs, device), control)
+        together(lambda: path.mkdir(parents=True, exist_ok=True), control)
+        check_space(path, needs.state_bytes(settings.ratio), control)
+        disk = far = together(lambda: _disk(settings, path, needs, device), control)
         if control.rank == 0:
             _tell_rate(disk, needs.state_bytes(settings.ratio))
     store = SplitStore(ResidentStore("device"), far, near.__contains__) if settings.ratio < 1 else far
@@ -120,7 +120,7 @@ def _tell_rate(disk: DiskStore, size: int) -> None:
     )
 
 
-def _together(action: Callable[[], T], control: Collectives) -> T:
+def together(action: Callable[[], T], control: Collectives) -> T:
     """Do it on every rank; ConfigError on all of them if it fails on one."""
     found, refusal = None, None
     try:
@@ -137,18 +137,18 @@ def _together(action: Callable[[], T], control: Collectives) -> T:
     return found  # type: ignore[return-value]
 
 
-def _check_memory(settings: OffloadConfig, needs: Needs) -> None:
-    """All ranks of this machine take from the same memory."""
-    wanted, available = needs.state_bytes(settings.ratio), available_host_bytes()
+def free_for_state(wanted: int, key: str) -> None:
+    """Raises ConfigError if the host has less memory available; all ranks of this machine take from the same."""
+    available = available_host_bytes()
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     if available is not None and wanted * local > available:
         raise ConfigError(
-            f'offload.state="host" needs {wanted} bytes of host memory per rank ({local} ranks here), and {available} '
-            'are available on this machine. Use offload.state="disk", more ranks, or a lower offload.ratio.'
+            f'{key}="host" needs {wanted} bytes of host memory per rank ({local} ranks here), and {available} are '
+            f'available on this machine. Use {key}="disk", more ranks, or keep less there.'
         )
 
 
-def _check_space(path: Path, wanted: int, control: Collectives) -> None:
+def check_space(path: Path, wanted: int, control: Collectives) -> None:
     """Ranks that share a filesystem share its space."""
     here: tuple[str, int] = (socket.gethostname(), os.stat(path).st_dev)
     told: list[Any] = control.all_gather_object((here, wanted, free_bytes(path)), Tag("disk space"))

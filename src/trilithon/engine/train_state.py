@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from trilithon import __version__
 from trilithon.checkpoint.digest import Digester
 from trilithon.checkpoint.manifest import Entry, dtype_name
 from trilithon.checkpoint.payload import bytes_of
@@ -23,6 +22,7 @@ from trilithon.checkpoint.table import Holding, Span
 from trilithon.contracts import Slice
 from trilithon.engine.coordinates import in_whole, mesh_of, whole_shapes
 from trilithon.engine.random_state import random_states
+from trilithon.version import __version__
 from trilithon.zero import window
 from trilithon.zero.unit import Unit
 from trilithon.zero.window import WindowPart
@@ -119,7 +119,7 @@ def _stored_fields(state: Mapping[str, Mapping[str, Any]]) -> set[str]:
     return {field for field, value in every if isinstance(value, Tensor) and value.dim() > 0}
 
 
-def frozen_holdings(engine: Engine) -> Iterator[Holding]:
+def frozen_holdings(engine: Engine, *, write: bool = False) -> Iterator[Holding]:
     """Parameters that nothing trains: cut over ranks in units of stage 3, whole elsewhere."""
     for unit in engine._sharding.units:
         if unit.trainable:
@@ -130,17 +130,26 @@ def frozen_holdings(engine: Engine) -> Iterator[Holding]:
             for p in unit.layout.pieces(low, high)
             for run in in_whole(engine, p.field.name, p.field.shape, p.start, p.numel, p.offset, p.field.region)
         ]
-        yield Holding(unit.name, tuple(spans), _opened({"frozen": frozen_values(unit)}), unit.whole_values)
+        yield Holding(unit.name, tuple(spans), _frozen_values(unit, write), unit.whole_values)
     for entry in engine._sharding.outside:
-        values = entry.param.detach().reshape(-1)
+        assert entry.param.is_contiguous()
+        values = entry.param.detach().view(-1)
         runs = in_whole(engine, entry.name, entry.param.shape, 0, values.numel(), 0, entry.region)
         found = [Span("frozen", r.name, values.dtype, r.shape, r.start, r.numel, r.offset) for r in runs]
         yield Holding(entry.name, tuple(found), _opened({"frozen": values}), True)
     yield from _without_elements(engine)
 
 
-def frozen_values(unit: Unit) -> Tensor:
-    return unit.flat if unit.whole_values else unit.shard
+def _frozen_values(unit: Unit, write: bool) -> Any:
+    @contextmanager
+    def open_() -> Iterator[Mapping[str, Tensor]]:
+        if unit.whole_values:
+            yield {"frozen": unit.flat}
+            return
+        with unit.borrow_values(write=write) as values:
+            yield {"frozen": values}
+
+    return open_
 
 
 def _without_elements(engine: Engine) -> Iterator[Holding]:
@@ -238,7 +247,9 @@ def views_of(engine: Engine) -> list[Entry]:
     """Trained weights in the type that forward reads: not stored, since they are one rounding from the masters."""
     shapes = whole_shapes(engine)
     found = {
-        field.name: Entry("param", field.name, dtype_name(one.unit.dtype), shapes[field.name], of="master")
+        field.plain_name: Entry(
+            "param", field.plain_name, dtype_name(one.unit.dtype), shapes[field.plain_name], of="master"
+        )
         for one in engine._sharding.gradients
         for field in one.unit.layout.fields
     }
@@ -279,7 +290,8 @@ def shared_state(engine: Engine) -> dict[str, Any]:
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+    """Masks belong to the data of a run (a sequence length, say), not to its state."""
+    return {key: value for key, value in group.items() if key not in ("params", "exp_avg_mask")}
 
 
 def own_state(engine: Engine, client_state: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -56,6 +56,7 @@ def ordinary_state_dict(engine: Engine) -> dict[str, Tensor]:
     whole = {name: tensor.detach().clone() for name, tensor in sharding.full("param", sharding.names)}
     first = {id(param): name for name, param in module.named_parameters()}
     for name, param in module.named_parameters(remove_duplicate=False):
-        whole.setdefault(name, whole[first[id(param)]])
+        if first[id(param)] in whole:  # not a tile, which is part of another name's tensor
+            whole.setdefault(name, whole[first[id(param)]])
     kept = {name: buffer.detach().clone() for name, buffer in persistent_buffers(module) if name not in whole}
     return {**whole, **kept}

@@ -44,6 +44,8 @@ class ApmSqueeze:
     link: None where there is only a warm-up (tests of a rule by itself). name: what a checkpoint calls it.
     """
 
+    continues = ("adam", "onebit_adam", "apmsqueeze")  # rules whose state this one takes over
+
     def __init__(
         self, groups: Sequence[Settings], freeze: Freeze, compression: Compression, link: Link | None,
         name: str = "apmsqueeze",

@@ -86,6 +86,9 @@ class TrustRatios:
 class OneBitLamb:
     """`contracts.Update`. Groups as for `Lamb`, and exp_avg_mask. link: None where there is only a warm-up."""
 
+    continues = ("lamb",)  # rules whose state this one takes over
+    sometimes = (_FRESH,)  # state of the compressed phase only
+
     def __init__(
         self, groups: Sequence[Settings], names: Sequence[str], section: OneBitLambConfig, link: Link | None
     ) -> None:

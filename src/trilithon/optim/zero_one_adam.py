@@ -44,6 +44,8 @@ class ZeroOneAdam:
     policy: what was communicated so far, and what comes next. link: None where there are only full-precision steps.
     """
 
+    continues = ("adam",)  # rules whose state this one takes over
+
     def __init__(self, groups: Sequence[Settings], section: ZeroOneAdamConfig, link: Link | None) -> None:
         self.groups = groups
         self.policy = Policy(

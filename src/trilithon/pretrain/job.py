@@ -127,7 +127,9 @@ class _Job:
     def run(self) -> Report:
         torch.manual_seed(self.config.engine.seed)
         # At stage 3 no rank ever holds the whole model, not even while it is built.
-        with zero.init(enabled=self.config.engine.zero.stage == 3, backend=self.config.engine.comm.backend):
+        told = self.config.engine
+        folder = told.offload.path if told.offload.parameters == "disk" else None
+        with zero.init(enabled=told.zero.stage == 3, backend=told.comm.backend, path=folder):
             model = GPT(self.shape)
         engine = trilithon.initialize(model, config=_engine_config(self.config.engine, self.batch))
         # What draws from the global generators from here on differs between ranks, and is saved for each of them.
@@ -156,8 +158,8 @@ class _Job:
         report = self._report(engine, loop)
         if loop.stopped_by != signal.SIGTERM:  # who sends that does not wait for long
             self._leave_results(engine, loop, report)
-        if self.config.engine.zero.stage < 3 and not self.shape.experts:
-            engine.close()  # otherwise that would give every rank the whole model, for which it may have no room
+        # at stage 3 and with experts over ranks no rank may have room for all of it
+        engine.close(give_back=self.config.engine.zero.stage < 3 and not self.shape.experts)
         if self.agreement.rank == 0 and not written["quiet"]:
             print_report(report, Console())
         return report

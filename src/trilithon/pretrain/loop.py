@@ -21,7 +21,7 @@ from trilithon.engine.monitor import Monitor
 from trilithon.errors import CheckpointError, NonFiniteError
 from trilithon.pretrain.agreement import Agreement
 from trilithon.pretrain.interrupt import StopRequest
-from trilithon.pretrain.progress import Display, StepView
+from trilithon.pretrain.progress import Display, StepView, flat_memory
 from trilithon.pretrain.report import History
 from trilithon.pretrain.saving import Saver
 
@@ -52,7 +52,7 @@ class Trainee(Protocol):
         """The mean loss over ranks and micro-batches."""
         ...
 
-    def memory(self) -> Mapping[str, int]: ...
+    def memory_by_tier(self) -> Mapping[str, Mapping[str, int]]: ...
 
 
 @dataclass(slots=True)
@@ -161,7 +161,7 @@ class TrainLoop:
     def _tell(self, step: int, loss: float, lr: float) -> None:
         self.history.train.append((step, loss))
         if step % self.show_every == 0 or not self.memory:
-            self.memory = dict(self.engine.memory())
+            self.memory = flat_memory(self.engine.memory_by_tier())
         tokens_per_s = self.accumulation * self._tokens_per_micro() / self._step_s
         norm = float(self.engine.grad_norm or 0.0)
         load = self.load()

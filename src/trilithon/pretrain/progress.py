@@ -31,7 +31,7 @@ class StepView:
     lr: float
     grad_norm: float
     tokens_per_s: float
-    memory: Mapping[str, int] = field(default_factory=dict)  # bytes by category
+    memory: Mapping[str, int] = field(default_factory=dict)  # bytes by category, off the device by "tier/category"
     validation: float = math.nan  # the latest
     load: Mapping[str, float] = field(default_factory=dict)  # of experts, on this rank
 
@@ -45,8 +45,13 @@ class StepView:
         return "  ".join(parts)
 
     def memory_text(self) -> str:
-        held = [f"{name} {human_bytes(size)}" for name, size in self.memory.items() if size]
-        return "mem " + " ".join(held) if held else ""
+        """Category by category; what rests off the device stands behind the name of its tier."""
+        shown: dict[str, list[str]] = {}
+        for name, size in self.memory.items():
+            tier, _, category = name.rpartition("/")
+            if size:
+                shown.setdefault(tier, []).append(f"{category} {human_bytes(size)}")
+        return "  ".join(" ".join([tier or "mem", *held]) for tier, held in shown.items())
 
 
 class Display(Protocol):
@@ -138,6 +143,15 @@ def make_display(total: int, *, every: int, rank: int, quiet: bool, stream: Text
     if out.isatty():
         return TerminalDisplay(total, Console(file=out))
     return PlainDisplay(total, every, out)
+
+
+def flat_memory(tiers: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """{"device": {"parameters": 1}, "disk": {"parameters": 2}} -> {"parameters": 1, "disk/parameters": 2}."""
+    return {
+        (category if tier == "device" else f"{tier}/{category}"): size
+        for tier, sizes in tiers.items()
+        for category, size in sizes.items()
+    }
 
 
 def human_bytes(size: float) -> str:

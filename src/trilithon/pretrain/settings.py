@@ -168,8 +168,20 @@ def load_pretrain(
         )
     if not data.paths:
         raise ConfigError("no data is given: pass --data with files, folders or patterns, or data.paths in the file.")
+    engine = _engine(raw, given, run.steps, where)
+    _require_folder(engine)
     model.shape(data.vocab_size or 257)  # numbers that do not go together are found before any process starts
-    return PretrainConfig(data=data, model=model, run=run, engine=_engine(raw, given, run.steps, where))
+    return PretrainConfig(data=data, model=model, run=run, engine=engine)
+
+
+def _require_folder(engine: Config) -> None:
+    """Found before any text is read."""
+    offload = engine.offload
+    if "disk" in (offload.state, offload.parameters, offload.gradients) and offload.path is None:
+        raise ConfigError(
+            "state is to rest on disk, and no folder is given: pass --tier-path with a folder on a local disk, or "
+            "offload.path in the file."
+        )
 
 
 def _section(

@@ -6,7 +6,8 @@ from trilithon.tiers.disk import RunFolder, free_bytes
 from trilithon.tiers.disk_store import DiskStore
 from trilithon.tiers.files import PAGE, File, FileIO, Ticket, page_up
 from trilithon.tiers.link import HostLink, home_of
-from trilithon.tiers.resident import filled, resident, settle
+from trilithon.tiers.resident import filled, off_device, resident, settle
+from trilithon.tiers.slice_file import SliceFile
 from trilithon.tiers.staging import Lease, Staging
 from trilithon.tiers.store import ResidentStore, SplitStore, bytes_by_tier
 
@@ -19,6 +20,7 @@ __all__ = [
     "Lease",
     "ResidentStore",
     "RunFolder",
+    "SliceFile",
     "SplitStore",
     "Staging",
     "Ticket",
@@ -26,6 +28,7 @@ __all__ = [
     "filled",
     "free_bytes",
     "home_of",
+    "off_device",
     "page_up",
     "resident",
     "settle",

@@ -39,7 +39,7 @@ class HostLink:
 
     def prefetch(self, slice_: Slice, home: torch.device) -> None:
         """The gradient of this slice is needed soon."""
-        if len(self._coming) < _AHEAD and self._apart(slice_.grad, home):
+        if not slice_.brings and len(self._coming) < _AHEAD and self._apart(slice_.grad, home):
             self._bring(slice_)
 
     @contextmanager
@@ -48,7 +48,7 @@ class HostLink:
 
         On leaving, what was written is on its way, and later work on the accelerator's current stream waits for it.
         """
-        if not self._apart(slice_.grad, home):
+        if slice_.brings or not self._apart(slice_.grad, home):
             yield slice_
             return
         self._bring(slice_)

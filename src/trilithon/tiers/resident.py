@@ -32,3 +32,10 @@ def filled(like: Tensor, value: float) -> Tensor:
     """Flat state shaped and typed as `like`, that stays."""
     made = resident(like.numel(), like.dtype, like.device)
     return made.fill_(value) if value else made
+
+
+def off_device(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy of flat values in host memory that stays, in `dtype` if given; an accelerator can reach it by itself."""
+    if values.is_cuda:
+        return torch.empty(values.numel(), dtype=dtype or values.dtype, pin_memory=True).copy_(values)
+    return settle(values, dtype)

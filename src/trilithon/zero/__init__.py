@@ -1,11 +1,12 @@
 """ZeRO: each rank holds 1/N of the optimizer state (stage 1), of the gradients (2) and of the parameters (3).
 
-Two contexts are for users, the rest is for the engine.
+Two contexts and `tile` are for users, the rest is for the engine.
 
     with trilithon.zero.init():                 # optional: build a model larger than one rank's memory
         model = GPT(config)
     with trilithon.zero.gathered(model.head.weight, modify=0):
         ...                                     # whole values, on every rank
+    trilithon.zero.tile(model, above_numel=2**24)   # optional: linear layers larger than the memory for one layer
 """
 
 from __future__ import annotations
@@ -14,5 +15,17 @@ from trilithon.zero.composite import RankPlacement, Replicas
 from trilithon.zero.gather import gathered
 from trilithon.zero.init import init
 from trilithon.zero.sharding import Communicators, Precisions, ZeroSharding
+from trilithon.zero.tiling import TiledLinear, tile, untile
 
-__all__ = ["Communicators", "Precisions", "RankPlacement", "Replicas", "ZeroSharding", "gathered", "init"]
+__all__ = [
+    "Communicators",
+    "Precisions",
+    "RankPlacement",
+    "Replicas",
+    "TiledLinear",
+    "ZeroSharding",
+    "gathered",
+    "init",
+    "tile",
+    "untile",
+]

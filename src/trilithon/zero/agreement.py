@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,11 @@ class Settled:
 class Agreement:
     """Every method is collective: all ranks call it with as many values and the same `what`, which names it."""
 
-    def __init__(self, control: Collectives, device: torch.device) -> None:
-        self._control, self._device = control, device
+    def __init__(
+        self, control: Collectives, device: torch.device, plain: Callable[[list[str]], list[str]] = list
+    ) -> None:
+        """plain: from the names of parameters to those in the plain model (a weight in tiles is one weight)."""
+        self._control, self._device, self._plain = control, device, plain
         self.step = -1  # for tags
 
     def sum(self, numbers: Sequence[float], what: str) -> list[float]:
@@ -52,7 +55,7 @@ class Agreement:
         """The parameters that got no gradient on any rank in this window."""
         names = [field.name for one in gradients for field in one.unit.layout.fields]
         used = self.any_rank([here for one in gradients for here in one.used], "unused parameters")
-        return frozenset(name for name, here in zip(names, used, strict=True) if not here)
+        return frozenset(self._plain([name for name, here in zip(names, used, strict=True) if not here]))
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """One small value from every rank, in rank order."""

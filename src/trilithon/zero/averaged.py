@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from trilithon.kernels import sum_of_squares
 from trilithon.zero.agreement import Agreement, Settled
 from trilithon.zero.composite import Places
 from trilithon.zero.gradients import UnitGradients
@@ -15,18 +14,27 @@ class AveragedGradients:
     """The reduced gradients of all trainable units; the counterpart of `local.LocalGradients`."""
 
     def __init__(
-        self, gradients: Sequence[UnitGradients], agree: Agreement, reductions: ReductionQueue, places: Places
+        self,
+        gradients: Sequence[UnitGradients],
+        agree: Agreement,
+        reductions: ReductionQueue,
+        places: Places,
+        require_rest: Callable[[str], None],
     ) -> None:
+        """require_rest(what): raises on all ranks alike if what rests off the device has failed on one."""
         self._gradients, self._agree, self._queue, self._places = gradients, agree, reductions, places
+        self._require_rest = require_rest
 
     def settle(self, extra: Sequence[float], step: int, micro_step: int) -> Settled:
         """Reduce what came late, and agree on norm, idle parameters and the caller's numbers. Collective."""
         missing = [not all(gradients.used) for gradients in self._gradients]
+        self._require_rest("keeping parameters and gradients off the device")
         numbers = [self._squared_norm(), float(sum(missing)), self._count_dirty(), *extra]
         agreed = self._agree.sum(numbers, "gradient norm")
         if agreed[2] > 0:
-            dirty = self._agree.any_rank([g.dirty or g.result is None for g in self._gradients], "late gradients")
+            dirty = self._agree.any_rank([g.dirty or not g.reduced for g in self._gradients], "late gradients")
             self._queue.flush_late([index for index, late in enumerate(dirty) if late])
+            self._require_rest("keeping gradients off the device")
             agreed[0] = self._agree.sum([self._squared_norm()], "gradient norm")[0]
         idle = self._agree.idle(self._gradients) if agreed[1] > 0 else frozenset()
         handles = [g.spread(g.unit.tag(step, micro_step)) for g in self._gradients]
@@ -39,13 +47,12 @@ class AveragedGradients:
         """Of the part that this rank has reduced: every element counts on exactly one rank."""
         total = 0.0
         for gradients in self._gradients:
-            if gradients.result is not None:
-                replicas = self._places.of_unit[gradients.unit]
-                low, high = gradients.unit.layout.owned(replicas.rank)
-                whole = gradients.unit.own == (0, gradients.unit.layout.padded)
-                squares = sum_of_squares(gradients.result[low:high] if whole else gradients.result)
-                total += squares if replicas.counted == 1 else squares / replicas.counted
+            replicas = self._places.of_unit[gradients.unit]
+            whole = gradients.unit.own == (0, gradients.unit.layout.padded)
+            owned = slice(*gradients.unit.layout.owned(replicas.rank)) if whole else slice(None)
+            squares = gradients.squared_norm(owned)
+            total += squares if replicas.counted == 1 else squares / replicas.counted
         return total
 
     def _count_dirty(self) -> float:
-        return float(sum(gradients.dirty or gradients.result is None for gradients in self._gradients))
+        return float(sum(gradients.dirty or not gradients.reduced for gradients in self._gradients))

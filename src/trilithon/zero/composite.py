@@ -18,10 +18,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trilithon.contracts import Collectives, Tag
+from trilithon.contracts import Collectives, Slice, Tag
 from trilithon.zero.grouping import Entry
 from trilithon.zero.layout import Region
 from trilithon.zero.unit import Unit
+
+SlicesOf = Callable[[Unit], Sequence[tuple[Slice, int, int]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,8 +111,8 @@ class Places:
         return entry.place if isinstance(entry.place, Replicas) else self._data
 
     def alone(self, entry: Entry) -> bool:
-        """No other rank holds this parameter."""
-        return self.of(entry).world_size == 1
+        """On several ranks, no other one holds this parameter: nothing is left to cut."""
+        return entry.place is not None and self.of(entry).world_size == 1
 
     def copies(self, unit: Unit, *, whole: bool) -> int:
         """Ranks that contribute the same elements to a sum over the control group. whole: each holds all state."""
@@ -119,6 +121,12 @@ class Places:
             return 1
         return replicas.counted * (replicas.world_size if whole else 1)
 
+    def count(self, slices_of: SlicesOf, units: Sequence[Unit], *, whole: bool) -> None:
+        """Tell each slice how many ranks hold it."""
+        for unit in units:
+            for part, _, _ in slices_of(unit):
+                part.copies = self.copies(unit, whole=whole)
+
     def writer_of(self, param: Tensor, rank: int) -> tuple[Collectives, int]:
         """In which group the values that `rank` writes are spread, and its place there."""
         placement = self._placements.get(id(param))
@@ -126,7 +134,7 @@ class Places:
             return self._control, rank
         return placement.replicas.gather, placement.replicas.index_of(rank)
 
-    def join(self, entry: Entry, block: Tensor, step: int) -> Tensor:
+    def join(self, param: Tensor, name: str, block: Tensor, step: int) -> Tensor:
         """Collective: the whole of a parameter of which each rank holds a block."""
-        placement = self._placements.get(id(entry.param))
-        return block if placement is None else placement.join(block, Tag("whole parameter", (entry.name,), step))
+        placement = self._placements.get(id(param))
+        return block if placement is None else placement.join(block, Tag("whole parameter", (name,), step))

@@ -12,6 +12,7 @@ from trilithon.contracts import Shard, Slice
 from trilithon.zero.gradients import UnitGradients
 from trilithon.zero.layout import Piece
 from trilithon.zero.masters import Masters, Span
+from trilithon.zero.resting import Opened, RestingSlice
 from trilithon.zero.unit import Unit
 
 
@@ -24,20 +25,20 @@ class Cut:
     keys_of: dict[int, set[str]] = field(default_factory=dict)  # by index of the unit
 
     @staticmethod
-    def of(gradients: Sequence[UnitGradients], masters: Masters) -> Cut:
-        """Cuts what this rank owns of every trainable unit."""
+    def of(gradients: Sequence[UnitGradients], masters: Masters, opened: Opened | None = None) -> Cut:
+        """Cuts what this rank owns of every trainable unit. opened: for what rests off the device."""
         cut = Cut()
         for one in gradients:
             cut.keys_of[one.unit.index] = set()
             for span in masters.spans(one.unit):
-                cut._add(one, span, masters.value(one.unit, span))
+                cut._add(one, span, masters.value(one.unit, span), opened)
         return cut
 
-    def _add(self, gradients: UnitGradients, span: Span, master: Tensor) -> None:
+    def _add(self, gradients: UnitGradients, span: Span, master: Tensor, opened: Opened | None) -> None:
         unit = gradients.unit
         here = slice(span.start - unit.own[0], span.stop - unit.own[0])
         low, pieces = unit.shard[here], unit.layout.pieces(span.start, span.stop)
-        part = Slice(
+        part = (Slice if opened is None else RestingSlice)(
             key=span.key,
             group=span.group,
             master=master,
@@ -45,6 +46,8 @@ class Cut:
             low=None if master.device.type != "meta" and master.data_ptr() == low.data_ptr() else low,
             shards=[shard for piece in pieces for shard in shards_of(piece)],
         )
+        if opened is not None and isinstance(part, RestingSlice):
+            opened.attach(part, gradients, here.start, here.stop)
         self.slices.append(part)
         self.ranges[part.key] = (gradients, here.start, here.stop)
         self.keys_of[unit.index].add(part.key)
@@ -53,8 +56,9 @@ class Cut:
         """Each slice's `grad` becomes its part of what has been reduced."""
         for part in self.slices:
             gradients, start, stop = self.ranges[part.key]
-            assert gradients.result is not None
-            part.grad = gradients.result[start:stop]
+            if not gradients.at_rest:
+                assert gradients.result is not None
+                part.grad = gradients.result[start:stop]
 
     def of_unit(self, unit: Unit) -> list[tuple[Slice, int, int]]:
         """(slice, start, stop) in the unit's owned range."""

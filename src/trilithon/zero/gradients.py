@@ -9,13 +9,16 @@ the boundary, is `keep_full`; Rajbhandari et al. 2020, arXiv:1910.02054, section
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
 
-from trilithon.contracts import Collectives, Handle, Tag
+from trilithon.contracts import Collectives, Handle, StateStore, Tag
+from trilithon.errors import TierError
 from trilithon.kernels import count_non_finite, sum_of_squares
-from trilithon.tiers import resident
+from trilithon.tiers import off_device, resident
 from trilithon.zero.unit import Unit
 
 
@@ -24,12 +27,13 @@ class UnitGradients:
 
     reducer, gatherer: groups for the two directions. divisor: of the sum over `reducer`; None for its size. keep_full:
     contributions stay local until the boundary (stages 0 and 1). wire: dtype on the network. accumulate: dtype of sums
-    over micro-steps and of the result.
+    over micro-steps and of the result. rest: where the result is kept from one reduction to the next, and until the
+    update; None: in `result`.
     """
 
     def __init__(
         self, unit: Unit, *, reducer: Collectives, gatherer: Collectives, keep_full: bool, wire: torch.dtype,
-        accumulate: torch.dtype, divisor: int | None = None,
+        accumulate: torch.dtype, rest: StateStore | None = None, divisor: int | None = None,
     ) -> None:  # fmt: skip
         self.unit, self._reducer, self._gatherer = unit, reducer, gatherer
         self._divisor = divisor if divisor is not None else reducer.world_size
@@ -49,6 +53,10 @@ class UnitGradients:
         self._spare: Tensor | None = None  # a buffer of the window before, to be used again
         self._owner_of_result: Tensor | None = None
         self.non_finite: list[str] = []  # parameters whose gradient was not finite here, in this window
+        self._rest = rest
+        self.at_rest = False  # the result is in `rest`, and not in memory
+        self.failure: TierError | None = None
+        self._squares = 0.0  # of the result at rest
 
     # ----------------------------------------------------------------------------------------------- collecting
     def begin_backward(self) -> None:
@@ -123,7 +131,8 @@ class UnitGradients:
             full, self._spare = self._spare, None
         else:
             padded, device = self.unit.layout.padded, self.unit.flat.device
-            make = resident if self._in_place else torch.empty  # in place it stays for the run, else for this backward
+            stays = self._in_place and self._rest is None  # for the run, else for this backward
+            make = resident if stays else torch.empty
             full = make(padded, dtype=dtype, device=device)
             for start, stop in self.unit.layout.gaps():
                 full[start:stop].zero_()
@@ -140,6 +149,8 @@ class UnitGradients:
         self._full = None
         wire = full if full.dtype == self._wire else full.to(self._wire)
         low, high = self.unit.layout.owned(self._reducer.rank)
+        if self.at_rest:
+            self._wake(high - low, full)
         if self.result is None:
             if self._in_place:
                 self._owner_of_result = full
@@ -183,6 +194,8 @@ class UnitGradients:
         if self._spare is not None and self._spare.dtype == self._accumulate:
             buffer, self._spare = self._spare, None
             return buffer
+        if self._rest is not None:
+            return torch.empty(numel, dtype=self._accumulate, device=like.device)
         return resident(numel, self._accumulate, like.device)
 
     @property
@@ -197,6 +210,63 @@ class UnitGradients:
         while self._pending:
             self._pending.pop(0).wait()
 
+    # -------------------------------------------------------------------------------------------------- at rest
+    def lay_down(self) -> None:
+        """A result that has landed goes to where it rests. A failure is remembered, since other ranks may wait."""
+        if self._rest is None or self.result is None or self._pending:
+            return
+        result = self.result
+        self._squares = sum_of_squares(result)
+        self.result = self._owner_of_result = None
+        self.at_rest = True
+        try:
+            with self._rest.borrow(self.unit.name, lambda: {"gradient": off_device(result)}, read=False) as state:
+                state["gradient"].copy_(result)
+        except TierError as error:
+            self.failure = self.failure or error
+
+    def _wake(self, numel: int, like: Tensor) -> None:
+        """What has been reduced in this window is in memory again, so that more can be added."""
+        self._owner_of_result = self.result = torch.zeros(numel, dtype=self._accumulate, device=like.device)
+        self.at_rest = False
+        try:
+            with self._borrow() as kept:
+                self.result.copy_(kept)
+        except TierError as error:
+            self.failure = self.failure or error
+
+    @contextmanager
+    def _borrow(self) -> Iterator[Tensor]:
+        assert self._rest is not None
+        with self._rest.borrow(self.unit.name, write=False) as state:
+            yield state["gradient"]
+
+    def borrow_rested(self) -> AbstractContextManager[Tensor]:
+        """[own]: the result at rest, for reading. Raises TierError."""
+        return self._borrow()
+
+    def prefetch_rested(self) -> None:
+        if self._rest is not None and self.at_rest:
+            self._rest.prefetch(self.unit.name)
+
+    def read_result(self) -> Tensor | None:
+        """[own], wherever it is; None if nothing was reduced in this window. Raises TierError."""
+        if not self.at_rest:
+            return self.result
+        with self._borrow() as kept:
+            return kept.to(self.unit.flat.device, copy=True)
+
+    @property
+    def reduced(self) -> bool:
+        """There is a result in this window."""
+        return self.result is not None or self.at_rest
+
+    def squared_norm(self, own: slice) -> float:
+        """Of the part `own` of the result; 0 where there is none."""
+        if self.at_rest:
+            return self._squares
+        return sum_of_squares(self.result[own]) if self.result is not None else 0.0
+
     def spread(self, tag: Tag) -> Handle | None:
         """With whole state (stage 0) the owned parts become the whole mean on every rank."""
         if not self._whole_result or self.result is None or self._gatherer.world_size == 1:
@@ -208,7 +278,9 @@ class UnitGradients:
     def drop(self) -> None:
         """The window is over: forget its gradients, keep the memory for the next."""
         self.land()
-        self._spare = self._owner_of_result if self._owner_of_result is not None else self._full
+        if self._rest is None:
+            self._spare = self._owner_of_result if self._owner_of_result is not None else self._full
+        self.at_rest = False
         self.result = self._owner_of_result = self._full = self.local = None
         self.used = [False] * len(self.used)
         self.non_finite = []

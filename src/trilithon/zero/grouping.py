@@ -1,8 +1,9 @@
 """Which parameters form a unit.
 
 Stages 0 to 2: buckets of about `bucket_numel` elements in order of construction. Stage 3: from the module tree by size,
-top down, so that a transformer block becomes one unit; what is too small joins the module around it. A parameter that
-several modules share belongs to their lowest common ancestor. Containers whose forward is never called own nothing.
+top down, so that a transformer block becomes one unit; what is too small joins the module around it. A tile of a tiled
+layer is always a unit of its own. A parameter that several modules share belongs to their lowest common ancestor.
+Containers whose forward is never called own nothing.
 Types, trainable or frozen parameters, and parameters of different places never mix in a unit.
 """
 
@@ -15,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from trilithon.config import ZeroConfig
 from trilithon.zero.layout import Region
+from trilithon.zero.tiling import tiles_of
 
 
 class Place(Protocol):
@@ -41,22 +42,21 @@ class Entry:
     group: int
     dtype: torch.dtype
     homes: tuple[str, ...]  # names of the modules that hold it
-    region: Region | None = None  # where it lies in a larger parameter, if it is a block of one
+    region: Region | None = None  # where it lies in the plain model's parameter, if it is a block of one
     place: Place | None = None  # the ranks that hold it, if they are not those of the data axis
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter, whatever part of it is here."""
-        return self.region.shape if self.region is not None else tuple(self.param.shape)
-
-    def runs(self) -> Iterator[tuple[int, int, int]]:
-        """(start here, start in the whole parameter, numel) of the contiguous ranges that are here."""
-        numel = self.param.numel()
-        return iter([(0, 0, numel)]) if self.region is None else self.region.runs(0, numel)
 
     @property
     def place_name(self) -> str:
         return self.place.name if self.place is not None else ""
+
+    @property
+    def plain_name(self) -> str:
+        """What it is called in the plain model."""
+        return self.name if self.region is None else self.region.name
+
+    @property
+    def plain_shape(self) -> tuple[int, ...]:
+        return tuple(self.param.shape) if self.region is None else self.region.shape
 
     @property
     def trainable(self) -> bool:
@@ -75,6 +75,7 @@ class UnitPlan:
 
 def entries_of(model: nn.Module, group_of: Callable[[nn.Parameter], int], low: torch.dtype | None) -> Iterator[Entry]:
     """The parameters of `model`, each once. low: what those of at most 32 bits compute in; None for fp32."""
+    regions = regions_of(model)
     homes: dict[int, list[str]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for param in module.parameters(recurse=False):
@@ -84,28 +85,20 @@ def entries_of(model: nn.Module, group_of: Callable[[nn.Parameter], int], low: t
         if dtype.is_floating_point and dtype != torch.float64:
             dtype = low or torch.float32
         group = group_of(param) if param.requires_grad and dtype.is_floating_point else FROZEN
-        yield Entry(name, param, group, dtype, tuple(homes[id(param)]))
+        yield Entry(name, param, group, dtype, tuple(homes[id(param)]), regions.get(id(param)))
 
 
-def unit_plans(
-    model: nn.Module, entries: Sequence[Entry], stage: int, settings: ZeroConfig, alone: Callable[[Entry], bool]
-) -> list[UnitPlan]:
-    """What the units will hold. alone: this rank is the only one that holds a parameter, so that there is nothing to
-    cut at any stage."""
-    if stage < 3:
-        trainable = [entry for entry in entries if entry.trainable]
-        total = sum(entry.param.numel() for entry in trainable)
-        return buckets(trainable, settings.bucket_numel or automatic_bucket_numel(total))
-    here = [entry for entry in entries if alone(entry) and entry.trainable]
-    bucket_numel = settings.bucket_numel or automatic_bucket_numel(sum(entry.param.numel() for entry in here))
-    return buckets(here, bucket_numel, name="here") + by_module(
-        model,
-        [entry for entry in entries if not alone(entry)],
-        bucket_numel=settings.bucket_numel,
-        unit_classes=settings.unit_classes,
-        persist_below_numel=settings.persist_below_numel,
-        persist_total_numel=settings.persist_total_numel,
-    )
+def regions_of(model: nn.Module) -> dict[int, Region]:
+    """By id of a tile's parameter: where it lies in the parameter of the plain layer."""
+    found = {}
+    for name, layer, _, tile in tiles_of(model):
+        prefix = f"{name}." if name else ""
+        row, row_stop, column, column_stop = tile.place
+        shape, block = (layer.out_features, layer.in_features), (row_stop - row, column_stop - column)
+        found[id(tile.weight)] = Region(f"{prefix}weight", shape, (row, column), block)
+        if tile.bias is not None:
+            found[id(tile.bias)] = Region(f"{prefix}bias", shape[:1], (row,), block[:1])
+    return found
 
 
 def automatic_bucket_numel(total: int) -> int:
@@ -170,7 +163,8 @@ class _Tree:
         self.order = {name: index for index, name in enumerate(self.modules)}
         self._homes = {id(entry): common_ancestor(entry.homes) for entry in entries}
         self._numel = dict.fromkeys(self.modules, 0)
-        for entry in entries:
+        tiles = {self._homes[id(entry)] for entry in entries if entry.region is not None}  # a unit each, of any size
+        for entry in (entry for entry in entries if entry.region is None):
             for name in _ancestors(self._homes[id(entry)]):
                 self._numel[name] += entry.param.numel()
         total = self._numel[""]
@@ -178,7 +172,7 @@ class _Tree:
         self._least = min(bucket_numel, automatic) if bucket_numel else automatic
         self._most = max(total // 8, self._least)
         self._classes = unit_classes
-        self._chosen = {""}
+        self._chosen = {"", *tiles}
         self._visit("", in_list=False)
 
     def unit_of(self, entry: Entry) -> str:

@@ -17,8 +17,9 @@ from __future__ import annotations
 import random
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from trilithon.comm.collectives import Group
 from trilithon.comm.mesh import init_distributed
 from trilithon.contracts import Collectives, ReduceOp, Tag
 from trilithon.errors import ProtocolError, ShardedParameterError
-from trilithon.tiers import resident, settle
+from trilithon.tiers import SliceFile, resident, settle
 from trilithon.zero.gather import changed_since, fingerprints, require_rank
 from trilithon.zero.sharded_parameter import (
     ShardedParameter,
@@ -46,19 +47,27 @@ OPEN_NUMEL = 2**22
 
 
 @contextmanager
-def init(*, enabled: bool = True, backend: str | None = None, open_numel: int = OPEN_NUMEL) -> Iterator[None]:
+def init(
+    *, enabled: bool = True, backend: str | None = None, open_numel: int = OPEN_NUMEL, path: Path | str | None = None
+) -> Iterator[None]:
     """Cut every parameter registered inside the context over all ranks.
 
     Collective: all ranks build the same model. enabled=False does nothing; so does a single process. open_numel:
-    elements that may be whole at the same time. A context inside another one changes nothing. The other ranks' random
-    states (torch, numpy, random) are those of rank 0 inside, and their own again afterwards.
+    elements that may be whole at the same time. path: folder on a local disk in which the slices are kept until
+    `initialize` takes them over, for models whose slices do not fit into memory; a single process then cuts as well.
+    A context inside another one changes nothing. The other ranks' random states (torch, numpy, random) are those of
+    rank 0 inside, and their own again afterwards.
     Raises ShardedParameterError when values are read after the context without `trilithon.zero.gathered`.
     """
-    if not enabled or _ACTIVE or not init_distributed(backend, 1800.0) or dist.get_world_size() == 1:
+    if not enabled or _ACTIVE:
         yield
         return
-    comm = Group(dist.group.WORLD, name="zero.init")
-    builder = Builder(comm, open_numel)
+    several = init_distributed(backend, 1800.0) and dist.get_world_size() > 1
+    if not several and path is None:
+        yield
+        return
+    comm = Group(dist.group.WORLD if several else None, name="zero.init")
+    builder = Builder(comm, open_numel, Path(path) if path is not None else None)
     hook = register_module_parameter_registration_hook(builder.register)
     states = _random_states()
     _set_random_states(comm.all_gather_object(states, Tag("zero.init random state"))[0])
@@ -82,15 +91,21 @@ def built_values(param: nn.Parameter) -> Tensor | None:
     return owner.take(param) if isinstance(owner, Builder) else None
 
 
+def builder_of(param: nn.Parameter) -> Builder | None:
+    """Who holds the slices of a parameter built under `init`; None for any other."""
+    owner = find_owner(param)
+    return owner if isinstance(owner, Builder) else None
+
+
 class Builder:
     """Owner of the parameters of models under construction (`sharded_parameter.Owner`)."""
 
-    def __init__(self, comm: Collectives, open_numel: int) -> None:
+    def __init__(self, comm: Collectives, open_numel: int, path: Path | None = None) -> None:
         self._comm, self._open_numel = comm, open_numel
         self._references: dict[int, weakref.ref[nn.Parameter]] = {}  # by id, as everything below
         self._open: dict[int, Tensor] = {}  # whole flat values, oldest first
         self._lingering: dict[int, Tensor] = {}  # id -> whole values that the program still has an alias of
-        self._shards: dict[int, Tensor] = {}
+        self._shards: MutableMapping[int, Tensor] = {} if path is None else SliceFile(path)
         self._names: dict[int, str] = {}  # id -> class of its module and its name there, for messages
         self._building = True
 
@@ -161,7 +176,7 @@ class Builder:
             values, whole = param.data, resident(self._padded(param), param.dtype, param.device)
             whole[: param.numel()].copy_(values.reshape(-1))
             del values
-        self._shards[key] = settle(self._own(whole))
+        self._shards[key] = self._kept(self._own(whole))
         put_away([param])
         storage = whole.untyped_storage()
         if torch._C._storage_Use_Count(storage._cdata) > 2:  # ours twice (tensor and handle); more: an alias is alive
@@ -170,16 +185,25 @@ class Builder:
     def _refresh(self, param: nn.Parameter) -> None:
         whole = self._lingering.get(id(param))
         if whole is not None:
-            self._shards[id(param)].copy_(self._own(whole))
+            self._shards[id(param)] = self._kept(self._own(whole))
 
     def finish(self) -> None:
         """The context ends: everything is cut."""
         for key in list(self._open):
             self._close(key)
         for key, whole in self._lingering.items():
-            self._shards[key].copy_(self._own(whole))
+            self._shards[key] = self._kept(self._own(whole))
         self._lingering.clear()
         self._building = False
+
+    def cut_now(self, module: nn.Module, name: str, param: nn.Parameter) -> None:
+        """Take over a parameter made of values of this builder's, and keep a slice of it only."""
+        self.register(module, name, param)  # no effect where the context is open: torch has called it by itself
+        if id(param) in self._open:
+            self._close(id(param))
+
+    def _kept(self, own: Tensor) -> Tensor:
+        return own if isinstance(self._shards, SliceFile) else settle(own)
 
     def _padded(self, param: Tensor) -> int:
         return -(-max(param.numel(), 1) // self._comm.world_size) * self._comm.world_size
@@ -195,6 +219,8 @@ class Builder:
             self._open_again(param)
         for table in (self._open, self._references, self._names):
             table.pop(id(param), None)
+        if isinstance(self._shards, SliceFile) and not self._references and not self._building:
+            self._shards.close()  # everything has been taken over
         forget_owner(param)
         return param.data
 

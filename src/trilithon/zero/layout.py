@@ -54,6 +54,15 @@ class Field:
     region: Region | None = None  # where it lies in a larger parameter, if it is a tile of one
 
     @property
+    def plain_name(self) -> str:
+        """What the parameter is called in the plain model."""
+        return self.name if self.region is None else self.region.name
+
+    @property
+    def plain_shape(self) -> tuple[int, ...]:
+        return self.shape if self.region is None else self.region.shape
+
+    @property
     def numel(self) -> int:
         return math.prod(self.shape)
 

@@ -110,7 +110,7 @@ class Masters:
                 self._send_off(span.key, mine)
             else:
                 self.placement.near.add(span.key)
-                same = unit.dtype == unit.master_dtype and not self.placement.apart
+                same = unit.dtype == unit.master_dtype and not self.placement.apart and unit.rest is None
                 self._values[span.key] = self._shard(unit, span) if same else settle(mine)
 
     def _send_off(self, key: str, values: Tensor) -> None:
@@ -138,7 +138,7 @@ class Masters:
         """[own], gaps zero: the values themselves when they are resident, else a copy. Raises TierError."""
         if self.placement is None:
             return unit.master
-        whole = torch.zeros(unit.own[1] - unit.own[0], dtype=unit.master_dtype, device=unit.shard.device)
+        whole = torch.zeros(unit.own[1] - unit.own[0], dtype=unit.master_dtype, device=unit.flat.device)
         for span in self.spans(unit):
             here = whole[span.start - unit.own[0] : span.stop - unit.own[0]]
             if span.key in self._values:
@@ -171,5 +171,6 @@ class Masters:
     def bytes(self, unit: Unit) -> int:
         """Of masters that are resident on the device and not the low-precision values themselves."""
         found = [unit.master, *(self._values[s.key] for s in self.spans(unit) if s.key in self._values)]
-        apart = [v for v in found if v.untyped_storage().data_ptr() != unit.shard.untyped_storage().data_ptr()]
+        shared = None if unit.rest is not None else unit.shard.untyped_storage().data_ptr()
+        apart = [values for values in found if values.untyped_storage().data_ptr() != shared]
         return sum(values.numel() * values.element_size() for values in apart)

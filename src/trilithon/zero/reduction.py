@@ -74,6 +74,12 @@ def _work(jobs: queue.SimpleQueue[_Landing | None]) -> None:
         del landing
 
 
+def _land(gradients: UnitGradients) -> None:
+    """In the thread of the program, which alone talks to stores."""
+    gradients.land()
+    gradients.lay_down()
+
+
 class ReductionQueue:
     """Launches the reductions of all trainable units in one agreed order."""
 
@@ -116,7 +122,7 @@ class ReductionQueue:
                 self._landing.wait()
                 self._landing = None
             while self._flying:
-                self._flying.popleft().land()
+                _land(self._flying.popleft())
             if not self._learned:
                 self._learn()
         for gradients in self._gradients:
@@ -141,7 +147,7 @@ class ReductionQueue:
         for index in sorted(indices):
             self._gradients[index].launch(self._tag(index))
         for index in sorted(indices):
-            self._gradients[index].land()
+            _land(self._gradients[index])
 
     def _advance(self, *, flush: bool) -> None:
         while self._next < len(self._order):
@@ -158,12 +164,12 @@ class ReductionQueue:
     def _make_room(self) -> None:
         while len(self._flying) > self._allowed:
             if self._may_block:
-                self._flying.popleft().land()
+                _land(self._flying.popleft())
                 continue
             if self._streamed:
                 if not self._arrived(self._flying[0]):
                     return
-                self._flying.popleft().land()
+                _land(self._flying.popleft())
                 continue
             if self._lander is None:
                 self._lander = _Lander()
@@ -173,7 +179,7 @@ class ReductionQueue:
                 self._patient = False
                 return
             self._landing = None
-            self._flying.popleft()
+            self._flying.popleft().lay_down()
 
     def _arrived(self, gradients: UnitGradients) -> bool:
         """Whether the reduction has arrived, asked for as long as patience lasts in this backward."""

@@ -13,7 +13,9 @@ section 6.2.)
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
+from itertools import islice, tee
 from types import ModuleType
 from typing import Any
 
@@ -24,10 +26,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from trilithon.contracts import Collectives, Tag
-from trilithon.errors import CollectiveError, ShardedParameterError
+from trilithon.contracts import Collectives, ReduceOp, Tag
+from trilithon.errors import CollectiveError, ShardedParameterError, TierError
 from trilithon.zero.prefetch import Trace
 from trilithon.zero.unit import Residency, Unit
+
+logger = logging.getLogger(__name__)
+
+READ_AHEAD_UNITS = 8  # of those that rest off the device; how many fit into the buffers is up to the store
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,17 +53,21 @@ class GatherOnUse:
     """Gathers units around the modules that use them.
 
     owners: module name -> (module, its units); the root module "" is always there. comm: the group for gathers.
-    prefetch_numel, max_live_numel: elements read ahead, and whole elements alive at once while reading ahead.
+    prefetch_numel, max_live_numel: elements read ahead, and whole elements alive at once while reading ahead. fallible:
+    values come from a disk, where one rank alone may fail; without gradients the ranks agree on that at every gather
+    (with gradients, at the end of the step).
     """
 
     def __init__(
         self, owners: Mapping[str, tuple[nn.Module, list[Unit]]], comm: Collectives, *, prefetch_numel: int,
-        max_live_numel: int, keep: Callable[[str], bool],
+        max_live_numel: int, keep: Callable[[str], bool], fallible: bool = False,
     ) -> None:  # fmt: skip
+        self._fallible = fallible
         self._comm, self._keep_module = comm, keep
         self._prefetch_numel, self._max_live_numel = prefetch_numel, max_live_numel
         self._units = [unit for _, units in owners.values() for unit in units]
         self._kept = {unit for name, (_, units) in owners.items() for unit in units if keep(name)}
+        self._rest = any(unit.rest is not None for unit in self._units)
         self._root = set(owners[""][1])
         self._by_index = {unit.index: unit for unit in self._units}
         self._unit_of = {id(param): unit for unit in self._units for param in unit.params}
@@ -113,8 +123,10 @@ class GatherOnUse:
         """After its forward: is it needed again so soon that freeing it would only cost another gather?"""
         if not torch.is_grad_enabled():
             return False
-        if in_backward():  # recomputed inside backward: its own backward follows
-            return unit.trainable
+        if (
+            in_backward()
+        ):  # recomputed inside backward: its own backward follows, or is what asked for the recomputation
+            return unit.trainable or any(unit in frame.units for frame in self._backward)
         return unit in self._kept or unit in self._root or unit is self._last_forward
 
     def _join(self, frame: Frame, unit: Unit) -> None:
@@ -176,9 +188,31 @@ class GatherOnUse:
             self._newest = unit
         if not self.uneven:
             self._read_ahead(ahead)
+        self._finish(unit)
+
+    def _finish(self, unit: Unit) -> None:
         unit.finish_gather()
+        outside_step = not self._training or not (self._frames or in_backward())
+        if self._fallible and (self.uneven or outside_step):
+            failed = torch.tensor([float(unit.failure is not None)], device=unit.flat.device)
+            self._comm.all_reduce(failed, unit.tag(*self._at), ReduceOp.MAX).wait()
+            if failed.item():
+                unit.failure = unit.failure or TierError(
+                    f"another rank could not read its part of the parameters of '{unit.name}' from its disk; see there."
+                )
+                raise unit.failure
+
+    def failure(self) -> TierError | None:
+        """Of the units, those of this pass: a read that failed."""
+        return next((unit.failure for unit in self._units if unit.failure is not None), None)
 
     def _read_ahead(self, ahead: Iterator[int]) -> None:
+        if self._prefetch_numel and self._rest:
+            ahead = iter(list(islice(ahead, READ_AHEAD_UNITS)))
+            ahead, following = tee(ahead)
+            for index in following:  # begin to read what is gathered after the next ones, before waiting for those
+                if self._by_index[index].residency is Residency.SHARDED:
+                    self._by_index[index].prefetch()
         live = sum(u.layout.padded for u in self._units if u.residency is not Residency.SHARDED)
         budget = min(self._prefetch_numel, self._max_live_numel - live)
         for index in ahead:
@@ -231,7 +265,7 @@ class GatherOnUse:
             while (index := self._exchange(None)) is not None:
                 unit = self._by_index[index]
                 unit.launch_gather(unit.tag(*self._at))
-                unit.finish_gather()
+                self._finish(unit)
                 if unit.users == 0:
                     unit.free()
         finally:
@@ -255,12 +289,18 @@ class GatherOnUse:
             )
         return running.pop() if running else None
 
-    def close(self) -> None:
+    def close(self, *, give_back: bool = True) -> bool:
+        """Hooks go. give_back: every parameter is whole afterwards, which is collective; False if that cannot be."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for unit in self._units:
-            self.ensure(unit)
+        try:
+            for unit in self._units if give_back else ():
+                self.ensure(unit)
+        except TierError as error:  # on all ranks
+            logger.warning("the model does not get its parameters back: %s", error)
+            return False
+        return give_back
 
 
 def _modules_by_owner(owners: Mapping[str, tuple[nn.Module, list[Unit]]]) -> dict[str, list[nn.Module]]:

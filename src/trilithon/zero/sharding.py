@@ -16,7 +16,6 @@ import fnmatch
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,9 +23,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trilithon.config import ZeroConfig
-from trilithon.contracts import Collectives, ReduceOp, Slice, SyncMode, Tag
+from trilithon.contracts import ReduceOp, Slice, SyncMode, Tag
 from trilithon.errors import ProtocolError, TierError
-from trilithon.zero import grouping, window
+from trilithon.zero import grouping, planning, window
 from trilithon.zero.agreement import Agreement, Settled
 from trilithon.zero.averaged import AveragedGradients
 from trilithon.zero.composite import Places, RankPlacement
@@ -36,6 +35,7 @@ from trilithon.zero.grouping import UnitPlan
 from trilithon.zero.held_gradient import HeldGradients, hide_all
 from trilithon.zero.holding import Holding
 from trilithon.zero.init import built_values
+from trilithon.zero.joining import Joining
 from trilithon.zero.layout import FlatLayout
 from trilithon.zero.local import LocalGradients
 from trilithon.zero.masters import Masters, Placement
@@ -43,32 +43,14 @@ from trilithon.zero.materialize import initial_values, refuse_unready
 from trilithon.zero.publishing import Publishing
 from trilithon.zero.reduction import ReductionQueue
 from trilithon.zero.residency import GatherOnUse, in_backward
+from trilithon.zero.resting import Opened, OpenStores, Resting
 from trilithon.zero.sharded_parameter import forget_owner, set_owner
+from trilithon.zero.terms import Communicators, Precisions
 from trilithon.zero.unit import Unit
+from trilithon.zero.whole import WholeTensors
 
 T = TypeVar("T")
 _RUNNING: list[ZeroSharding] = []  # whose backward autograd is executing; innermost last
-
-
-@dataclass(frozen=True, slots=True)
-class Communicators:
-    """control: all ranks that train the model. gather, reduce: the ranks that hold a parameter of no other placement.
-
-    Three groups, since gathers, reductions and agreements may be in flight together.
-    """
-
-    control: Collectives
-    gather: Collectives
-    reduce: Collectives
-
-
-@dataclass(frozen=True, slots=True)
-class Precisions:
-    """low: what forward computes in (None keeps each parameter's own type); wire, accumulate: None follows `low`."""
-
-    low: torch.dtype | None = None
-    wire: torch.dtype | None = None
-    accumulate: torch.dtype | None = None
 
 
 class ZeroSharding:
@@ -82,47 +64,55 @@ class ZeroSharding:
     def __init__(  # noqa: PLR0917 (made once, by engine.build)
         self, model: nn.Module, group_of: Callable[[nn.Parameter], int], settings: ZeroConfig, comm: Communicators,
         precisions: Precisions, device: torch.device, placement: Placement | None = None,
-        placements: Mapping[int, RankPlacement] | None = None,
+        open_stores: OpenStores | None = None, placements: Mapping[int, RankPlacement] | None = None,
     ) -> None:  # fmt: skip
-        """placement: where masters rest; None on the device."""
-        self.stage = settings.stage if comm.control.world_size > 1 else min(settings.stage, 1)
+        """placement: where masters rest; None on the device. open_stores: makes those for values and gradients that
+        rest elsewhere, from what the units will need; it is called once, before parameters are taken over."""
+        cut = comm.control.world_size > 1 or open_stores is not None
+        self.stage = settings.stage if cut else min(settings.stage, 1)
         self._comm, self._precisions, self._device = comm, precisions, device
         self._step, self._micro, self._window_open = -1, -1, False
         self._deferred = self._abandoned = False
+        self._sync = SyncMode.MEAN
         self._places = Places(comm.control, comm.gather, comm.reduce, placements or {})
         self.entries = self._places.put(list(grouping.entries_of(model, group_of, precisions.low)))
-        self._sync = SyncMode.MEAN
+        self._joining = Joining(self.entries)
         for entry in self.entries:
             refuse_unready(entry.name, entry.param)
         self._frozen = [entry for entry in self.entries if not entry.param.requires_grad]
         trained = sum(entry.param.numel() for entry in self.entries if entry.trainable)
         self._masters = Masters(placement, trained // (self.world_size if self.stage else 1))
-        plans = grouping.unit_plans(model, self.entries, self.stage, settings, self._places.alone)
-        self.units = [self._make_unit(plan, index) for index, plan in enumerate(plans)]
+        found = planning.plans(model, self.entries, self.stage, settings, self._places.alone)
+        plans = [(plan, planning.layout_of(plan, self._places.of(plan.entries[0]).world_size)) for plan in found]
+        sizes = [planning.size_of(plan, layout, precisions.accumulate) for plan, layout in plans if not plan.whole]
+        self._resting = open_stores(sizes) if open_stores is not None else Resting()
+        self._failure: TierError | None = None  # of what rests, when it was last used
+        self.gives_back = True  # whether the values are there to be given back; the same on all ranks
+        self.units = [self._make_unit(plan, layout, index) for index, (plan, layout) in enumerate(plans)]
         self._replicate_frozen()
         trainable = [unit for unit in self.units if unit.trainable]
         self._gradients = [self._make_gradients(unit) for unit in trainable]
         self._queue = ReductionQueue(self._gradients, comm.control, overlap=settings.overlap, may_block=self.stage < 3)
         self._residency = self._make_residency(model, settings) if self.stage == 3 else None
-        self._agree = Agreement(comm.control, device)
+        self._agree = Agreement(comm.control, device, self._joining.plain)
         self.local = LocalGradients(self._gradients, self._agree, self.world_size)
-        self._averaged = AveragedGradients(self._gradients, self._agree, self._queue, self._places)
+        self._averaged = AveragedGradients(
+            self._gradients, self._agree, self._queue, self._places,
+            lambda what: self.raise_together(self._rest_failure(), what),
+        )  # fmt: skip
         self.before_hold: Callable[[], None] = lambda: None  # what has to happen before values are read or rewritten
-        self._fallible = placement is not None and placement.fallible
+        self._fallible = self._resting.fallible or (placement is not None and placement.fallible)
         self._holding = Holding(
-            self.units,
-            self._outside,
-            comm.control,
-            self._residency,
-            self._agree.any_rank,
-            self._take_over,
+            self.units, self._outside, comm.control, self._residency, self._agree.any_rank, self._take_over,
             self._places.writer_of,
-        )
+        )  # fmt: skip
         for entry in self.entries:
             set_owner(entry.param, self, keep=False)
-        self._cut = Cut.of(self._gradients, self._masters)
-        for part in self._cut.slices:
-            part.copies = self._places.copies(self._cut.ranges[part.key][0].unit, whole=self.stage == 0)
+        rests = self._resting.values is not None or self._resting.gradients is not None
+        self._opened = Opened(self._gradients) if rests else None
+        self._cut = Cut.of(self._gradients, self._masters, self._opened)
+        self._places.count(self._cut.of_unit, self.units, whole=self.stage == 0)
+        self._whole = WholeTensors(self.units, self._outside, self._joining, self._places, self.together)
         self._publishing = Publishing(trainable, self._cut.keys_of)
         self._hooks: list[RemovableHandle] = []
         for index, gradients in enumerate(self._gradients):
@@ -133,13 +123,9 @@ class ZeroSharding:
         )
 
     # ---------------------------------------------------------------------------------------------- construction
-    def _make_unit(self, plan: UnitPlan, index: int) -> Unit:
-        entries = sorted(plan.entries, key=lambda entry: entry.group)
-        first = entries[0]
+    def _make_unit(self, plan: UnitPlan, layout: FlatLayout, index: int) -> Unit:
+        entries, first = plan.entries, plan.entries[0]
         replicas = self._places.of(first)
-        regions = {e.name: e.region for e in entries if e.region is not None}
-        fields = [(e.name, tuple(e.param.shape), e.group) for e in entries]
-        layout = FlatLayout.of(fields, replicas.world_size, regions)
         unit = Unit(
             index,
             plan.name,
@@ -151,6 +137,7 @@ class ZeroSharding:
             trainable=first.trainable,
             whole_state=self.stage == 0,
             whole_values=plan.whole,
+            rest=None if plan.whole else self._resting.values,
         )
         self._module_of_unit = {**getattr(self, "_module_of_unit", {}), unit: plan.module}
         self._places.of_unit[unit] = replicas
@@ -167,6 +154,7 @@ class ZeroSharding:
             keep_full=self.stage < 2,
             wire=self._precisions.wire or unit.dtype,
             accumulate=self._precisions.accumulate or unit.dtype,
+            rest=None if unit.whole_values else self._resting.gradients,
         )
 
     def _make_residency(self, model: nn.Module, settings: ZeroConfig) -> GatherOnUse:
@@ -180,19 +168,13 @@ class ZeroSharding:
         return GatherOnUse(
             owners,
             self._comm.control if self._places.several else self._comm.gather,
-            prefetch_numel=self._prefetch_numel(settings),
+            prefetch_numel=planning.prefetch_numel(self.units, settings),
             max_live_numel=settings.max_live_numel,
+            fallible=self._resting.fallible,
             keep=lambda name: (
                 not settings.reshard_after_forward or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
             ),
         )
-
-    def _prefetch_numel(self, settings: ZeroConfig) -> int:
-        if not settings.overlap:
-            return 0
-        if settings.prefetch_numel is not None:
-            return settings.prefetch_numel
-        return max((unit.layout.padded for unit in self.units if not unit.whole_values), default=0)
 
     def _replicate_frozen(self) -> None:
         """Parameters outside every unit: cast, moved, and the same on all ranks."""
@@ -307,6 +289,13 @@ class ZeroSharding:
         self._cut.hand_out_gradients()
         return settled
 
+    def _rest_failure(self) -> TierError | None:
+        """What has failed on this rank since the engine was made; nothing that follows from it may count."""
+        found = [self._failure, self._resting.failure(), *(gradients.failure for gradients in self._gradients)]
+        if self._residency is not None:
+            found.append(self._residency.failure())
+        return next((error for error in found if error is not None), None)
+
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Collective: one small value from every rank, in rank order."""
         return self._agree.exchange(value, what)
@@ -334,11 +323,20 @@ class ZeroSharding:
             self._publishing.updated(slice_, self._step)
             return
         self._publishing.finish(self._step)
+        self._close_opened()
         if self._residency is not None:
             self._residency.free_all()
 
+    def _close_opened(self) -> None:
+        try:
+            if self._opened is not None:
+                self._opened.close()
+        except TierError as error:  # told by the next agreement
+            self._failure = self._failure or error
+
     def drop_gradients(self) -> None:
         self.held_gradients.hide()
+        self._close_opened()
         for gradients in self._gradients:
             gradients.drop()
         self._window_open = False
@@ -368,11 +366,11 @@ class ZeroSharding:
     # -------------------------------------------------------------------------------------------- whole tensors
     @property
     def names(self) -> list[str]:
-        return [entry.name for entry in self.entries]
+        return self._joining.names
 
     @property
     def trainable_names(self) -> list[str]:
-        return [field.name for gradients in self._gradients for field in gradients.unit.layout.fields]
+        return self._joining.plain(f.name for gradients in self._gradients for f in gradients.unit.layout.fields)
 
     @property
     def keeps_local(self) -> bool:
@@ -388,41 +386,31 @@ class ZeroSharding:
             if self.keeps_local:
                 yield from self.full_of(lambda unit: self.local.mean(unit, self._step), names)
                 return
-            by_unit = {g.unit.index: g.result for g in self._gradients}
-            yield from self.full_of(lambda unit: by_unit.get(unit.index), names)
+            by_unit = {g.unit.index: g for g in self._gradients}
+            yield from self.full_of(lambda u: by_unit[u.index].read_result() if u.index in by_unit else None, names)
             return
         if kind not in ("param", "master"):
             raise ProtocolError(f"unknown kind '{kind}'; there are 'param', 'master' and 'grad'")
         master = kind == "master"
-        own_of = lambda unit: self._masters.of(unit) if master and unit.trainable else unit.shard  # noqa: E731
+        own_of = lambda unit: self._masters.of(unit) if master and unit.trainable else unit.read_values()  # noqa: E731
         yield from self.full_of(own_of, names)
-        wanted = set(names)
-        for entry in self._outside:
-            if entry.name in wanted:
-                yield entry.name, self._places.join(entry, entry.param.detach(), self._step)
+        yield from self._whole.outside(names)
 
     def full_of(self, own_of: Callable[[Unit], Tensor | None], names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Collective. own_of(unit): this rank's [own] part of something laid out as the unit, None to leave it out."""
-        wanted, entries = set(names), {entry.name: entry for entry in self.entries}
-        for unit in self.units:
-            fields = [field for field in unit.layout.fields if field.name in wanted]
-            own = self.together(lambda unit=unit: own_of(unit), "reading state") if fields else None  # type: ignore[misc]
-            if own is None:
-                continue
-            whole = own
-            if own.numel() != unit.layout.padded or (self.world_size > 1 and unit.own != (0, unit.layout.padded)):
-                whole = own.new_empty(unit.layout.padded)
-                unit.comm.all_gather(whole, own, unit.tag(self._step)).wait()
-            for field in fields:
-                here = whole[field.start : field.stop].view(field.shape)
-                yield field.name, self._places.join(entries[field.name], here, self._step)
+        yield from self._whole.of(own_of, names, self._step)
 
     def raise_together(self, error: TierError | None, what: str) -> None:
         """If this rank or another one has an error, all raise it. Collective if state is on disk, else nothing."""
-        if self._fallible:
-            self._agree.raise_together(error, what)
-        elif error is not None:
-            raise error
+        error = error or self._failure
+        try:
+            if self._fallible:
+                self._agree.raise_together(error, what)
+            elif error is not None:
+                raise error
+        except TierError:
+            self.gives_back = False
+            raise
 
     def together(self, action: Callable[[], T], what: str) -> T:
         """Do what may fail on one rank alone. Collective if state is on disk; then TierError is raised on all ranks."""
@@ -475,24 +463,34 @@ class ZeroSharding:
     # --------------------------------------------------------------------------------------------------- the end
     def bytes(self) -> dict[str, int]:
         """Bytes on this rank by category; `in_flight` is what exists only around its use."""
-        size = Tensor.element_size
-        values = sum((u.flat if u.whole_values else u.shard).numel() * size(u.flat) for u in self.units)
-        outside = sum(e.param.numel() * size(e.param) for e in self._outside)
-        master = sum(self._masters.bytes(unit) for unit in self.units)
-        live = sum(u.flat.untyped_storage().nbytes() for u in self.units if not u.whole_values)
-        gradients = sum(g.bytes() for g in self._gradients)
-        return {"parameters": values + outside, "gradients": gradients, "master": master, "in_flight": live}
+        outside = sum(e.param.numel() * e.param.element_size() for e in self._outside)
+        return {
+            "parameters": sum(unit.values_bytes for unit in self.units) + outside,
+            "gradients": sum(gradients.bytes() for gradients in self._gradients),
+            "master": sum(self._masters.bytes(unit) for unit in self.units),
+            "in_flight": sum(u.flat.untyped_storage().nbytes() for u in self.units if not u.whole_values),
+        }
 
-    def close(self) -> None:
+    def resting_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes of values and gradients that rest off the device: {tier: {category: bytes}}."""
+        return self._resting.bytes()
+
+    def close(self, *, give_back: bool = True) -> None:
+        """Collective at stage 3 with give_back, which makes the model ordinary again; without, its values are gone."""
         self.held_gradients.hide()
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
+        self.gives_back = give_back = give_back and self.gives_back
         if self._residency is not None:
-            self._residency.close()
+            self.gives_back = give_back = self._residency.close(give_back=give_back)
         self._queue.close()
         for unit in self.units:
-            unit.release()
+            if give_back or unit.whole_values:
+                unit.release()
+            else:
+                unit.forget()
+        self._resting.close()
         for entry in self.entries:
             forget_owner(entry.param)
 

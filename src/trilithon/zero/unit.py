@@ -9,16 +9,17 @@ autograd saved sees the values again.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from trilithon.contracts import Collectives, Handle, Tag
-from trilithon.errors import ProtocolError
-from trilithon.tiers import settle
+from trilithon.contracts import Collectives, Handle, StateStore, Tag
+from trilithon.errors import ProtocolError, TierError
+from trilithon.tiers import off_device, settle
 from trilithon.zero.layout import FlatLayout
 from trilithon.zero.sharded_parameter import bring_back, put_away
 
@@ -42,7 +43,8 @@ class Unit:
     """Parameters of one dtype, all trainable or all frozen, in one flat buffer.
 
     name: for tags and messages; params: in the order of `layout.fields`; dtype: what forward computes in.
-    whole_state: every rank keeps all master values; whole_values: the parameters stay whole between uses.
+    whole_state: every rank keeps all master values; whole_values: the parameters stay whole between uses. rest: where
+    this rank's part of the values is kept between uses; None: in `shard`.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Unit:
         trainable: bool,
         whole_state: bool,
         whole_values: bool,
+        rest: StateStore | None = None,
     ) -> None:
         self.index, self.name, self.params, self.layout = index, name, list(params), layout
         self.trainable, self.whole_values = trainable, whole_values
@@ -65,7 +68,9 @@ class Unit:
         self.users = 0  # forwards and contexts that need the values now
         self.own = (0, layout.padded) if whole_state else layout.owned(comm.rank)
         self.flat = torch.empty(0, dtype=dtype)  # [padded] low precision; its storage is empty while SHARDED
-        self.shard = self.flat  # [own] low precision: what is gathered from
+        self.rest = rest
+        self.failure: TierError | None = None  # of a read; the values gathered then are not those of the model
+        self.shard = self.flat  # [own] low precision: what is gathered from; without values ("meta") while they rest
         self.master = self.flat  # [own] master values (`shard` itself when the types are the same); empty when frozen
         self._views: list[Tensor] = []
         self._bytes = 0
@@ -88,11 +93,15 @@ class Unit:
         mine = self.flat[low:high]
         if self.whole_values:
             self.shard = mine
+        elif self.rest is not None:
+            with self.rest.borrow(self.name, lambda: {"values": off_device(values[low:high], self.dtype)}):
+                pass
+            self.shard = torch.empty(high - low, dtype=self.dtype, device="meta")
         else:
             self.shard = settle(values[low:high], self.dtype)
         if not self.trainable or not keep_master:
             self.master = torch.empty(0, dtype=self.master_dtype if self.trainable else self.dtype)
-        elif self.dtype == self.master_dtype:
+        elif self.dtype == self.master_dtype and self.rest is None:
             self.master = self.shard
         else:
             self.master = settle(values[low:high])
@@ -114,7 +123,47 @@ class Unit:
         self._move(Residency.GATHERING)
         self.flat.untyped_storage().resize_(self._bytes)
         with _unsafe_preserve_version_counter(self.flat):
-            self._handle = self.comm.all_gather(self.flat, self.shard, tag)
+            self._handle = self.comm.all_gather(self.flat, self._bring(), tag)
+
+    def _bring(self) -> Tensor:
+        """What is gathered from. A read that fails is remembered, not raised: the other ranks wait in the gather."""
+        if self.rest is None:
+            return self.shard
+        here = self.flat[self.own[0] : self.own[1]]
+        try:
+            with self.borrow_values() as values:
+                here.copy_(values)
+        except TierError as error:
+            self.failure = self.failure or error
+            here.fill_(float("nan") if self.dtype.is_floating_point else 0)  # shows, if anybody should go on with it
+        return here
+
+    @contextmanager
+    def borrow_values(self, *, write: bool = False) -> Iterator[Tensor]:
+        """[own] of the unit's type, from where it rests; with `write`, changes count. Raises TierError."""
+        if self.rest is None:
+            yield self.shard
+            return
+        with self.rest.borrow(self.name, write=write) as state:
+            yield state["values"]
+
+    def read_values(self) -> Tensor:
+        """[own] on the unit's device: the values themselves when they are resident, else a copy. Raises TierError."""
+        if self.rest is None:
+            return self.shard
+        with self.borrow_values() as values:
+            return values.to(self.flat.device, copy=True)
+
+    @property
+    def values_bytes(self) -> int:
+        """Of the values that stay on the device between uses."""
+        here = self.flat if self.whole_values else self.shard
+        return here.numel() * here.element_size() if self.rest is None else 0
+
+    def prefetch(self) -> None:
+        """Begin to read the values, if there is room for them."""
+        if self.rest is not None:
+            self.rest.prefetch(self.name)
 
     def finish_gather(self) -> None:
         """GATHERING -> WHOLE."""
@@ -137,6 +186,12 @@ class Unit:
         put_away(self.params)
         self.flat.untyped_storage().resize_(0)
         self._move(Residency.SHARDED)
+
+    def forget(self) -> None:
+        """Drop everything: nobody will ask for the values again."""
+        self.free()
+        self.shard = self.master = self.flat = self.flat.new_empty(0)
+        self._views = []
 
     def release(self) -> None:
         """Leave the parameters whole and independent of this unit; called while WHOLE, when the engine closes."""
@@ -161,7 +216,8 @@ class Unit:
             return
         here = slice(low - self.own[0], high - self.own[0])
         if not self.whole_values:
-            self.shard[here].copy_(self.flat[low:high])
+            with self.borrow_values(write=True) as shard:
+                shard[here].copy_(self.flat[low:high])
         if self.master.numel() and self.master.data_ptr() != self.shard.data_ptr():
             self.rewrite(self.master[here], self.flat[low:high])
 

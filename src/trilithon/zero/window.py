@@ -30,7 +30,7 @@ def open_parts(gradients: Sequence[UnitGradients]) -> Iterator[WindowPart]:
     """What is kept now."""
     for one in gradients:
         layout = one.unit.layout
-        if one.result is not None:
+        if one.reduced:
             yield WindowPart(one.unit.name, _owned(one), tuple(layout.pieces(*layout.owned(one.rank))), True)
         if one.contributions is not None:
             filled = {f.name for f, here in zip(layout.fields, one.filled, strict=True) if here}
@@ -39,9 +39,10 @@ def open_parts(gradients: Sequence[UnitGradients]) -> Iterator[WindowPart]:
 
 
 def _owned(one: UnitGradients) -> Tensor:
-    assert one.result is not None
+    result = one.read_result()
+    assert result is not None
     low, high = one.unit.layout.owned(one.rank)
-    return one.result[low:high] if one.result.numel() == one.unit.layout.padded else one.result
+    return result[low:high] if result.numel() == one.unit.layout.padded and not one.at_rest else result
 
 
 def describe(gradients: Sequence[UnitGradients]) -> dict[str, Any]:
@@ -49,9 +50,9 @@ def describe(gradients: Sequence[UnitGradients]) -> dict[str, Any]:
     found: dict[str, list[str]] = {"reduced": [], "waiting": [], "used": []}
     for one in gradients:
         for field, filled, used in zip(one.unit.layout.fields, one.filled, one.used, strict=True):
-            found["reduced"] += [field.name] * (one.result is not None)
-            found["waiting"] += [field.name] * (one.contributions is not None and filled)
-            found["used"] += [field.name] * used
+            found["reduced"] += [field.plain_name] * one.reduced
+            found["waiting"] += [field.plain_name] * (one.contributions is not None and filled)
+            found["used"] += [field.plain_name] * used
     return found
 
 
@@ -60,7 +61,7 @@ def reopen(gradients: Sequence[UnitGradients], described: Mapping[str, Any]) -> 
     reduced, waiting, used = (set(described[key]) for key in ("reduced", "waiting", "used"))
     for one in gradients:
         one.drop()
-        names = [field.name for field in one.unit.layout.fields]
+        names = [field.plain_name for field in one.unit.layout.fields]
         if reduced.intersection(names):
             one.restore_result()
         if waiting.intersection(names):

@@ -1,5 +1,8 @@
 """Compressed runs that stop and go on: bit for bit on as many ranks, with everything unsent on another number."""
 
+import shutil
+import tempfile
+
 import pytest
 import torch
 from compressed_runs import BATCHES, engine_of, everyones, restore, snapshot, train, weights
@@ -139,3 +142,69 @@ def test_residuals_of_another_model_are_refused(world_size):
             with pytest.raises(CheckpointError, match="as they were when it was saved"):
                 engine._update.load_rank_state(short[engine.rank], saved_ranks)
                 train(engine, BATCHES[6:7])
+
+
+def save_and_finish(rule, folder, stop):
+    """Train, save, train on: what a resumed run has to equal."""
+    with engine_of(rule) as engine:
+        train(engine, BATCHES[:stop])
+        engine.save(folder)
+        return train(engine, BATCHES[stop:]), weights(engine)
+
+
+def load_and_finish(rule, folder, stop):
+    """Load and train on, with what was unsent right after loading."""
+    with engine_of(rule) as engine:
+        engine.load(folder)
+        states = everyones({key: value.clone() for key, value in engine._update.rank_state().items()})
+        return train(engine, BATCHES[stop:]), weights(engine), states
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("stop", [3, 9])
+def test_a_checkpoint_of_the_engine_continues_bit_for_bit(name, stop, tmp_path):
+    losses, expected = run_ranks(save_and_finish, 2, RULES[name], tmp_path, stop)[0]
+    again, found, _ = run_ranks(load_and_finish, 2, RULES[name], tmp_path, stop)[0]
+    assert again == losses
+    assert all(torch.equal(value, expected[key]) for key, value in found.items())
+
+
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb"])
+def test_a_checkpoint_of_four_ranks_continues_on_two(name, tmp_path):
+    losses, _ = run_ranks(save_and_finish, 4, RULES[name], tmp_path, 9)[0]
+    again, _, states = run_ranks(load_and_finish, 2, RULES[name], tmp_path, 9)[0]
+    assert again == pytest.approx(losses, abs=0.05)
+    assert any(state["server_residual"].any() for state in states)
+    assert not any(state["residual"].any() for state in states)
+
+
+@ranks(2)
+def test_a_checkpoint_of_plain_adam_goes_on_compressed_with_the_masks_of_this_run(world_size):
+    folder = everyones(tempfile.mkdtemp())[0]
+
+    def masked(rows):
+        def groups(module):
+            mask = torch.ones(module.positions.weight.shape)
+            mask[:rows] = 0
+            rest = [p for p in module.parameters() if p is not module.positions.weight]
+            return [{"params": [module.positions.weight], "exp_avg_mask": mask}, {"params": rest}]
+
+        return groups
+
+    with engine_of({"kind": "adamw", "lr": 3e-3, "weight_decay": 0.0}) as engine:
+        train(engine, BATCHES[:6])
+        engine.save(folder, "plain")
+    with engine_of(RULES["onebit_adam"]) as engine:
+        engine.load(folder, "plain")
+        train(engine, BATCHES[6:8])
+        assert engine._update.state_dict()["frozen"]["updates"] == 6
+    with engine_of(RULES["onebit_adam"], parameters=masked(2)) as engine:
+        train(engine, BATCHES[:6])
+        engine.save(folder, "masked")
+    with engine_of(RULES["onebit_adam"], parameters=masked(5)) as engine:
+        engine.load(folder, "masked")
+        train(engine, BATCHES[6:7])
+        momentum = dict(engine.view("exp_avg"))["positions.weight"]
+        assert not momentum[:5].any() and momentum[5:].any()
+    everyones(0)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -95,6 +95,8 @@ def test_what_does_not_fit_the_mesh_is_refused_with_a_way_out(world_size):
     assert 'cut as "vocabulary"' in refusal(make("gpt"), {"tensor": 2}, tensor=wrong)
     bare = nn.ModuleDict({"a": nn.Linear(4, 4)})
     assert "no layer of ModuleDict was recognised" in refusal(bare, {"tensor": 2})
+    tiled = {"stage": 3, "tile_above_numel": 100}
+    assert "cuts linear layers into tiles" in refusal(make("gpt"), {"tensor": 2}, zero=tiled)
     model = GPT(three)
     with initialize(model, config({"sequence": 2})) as engine:
         with pytest.raises(ConfigError, match="3 attention heads on this rank do not split over 2 sequence ranks"):

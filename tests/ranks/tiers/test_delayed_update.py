@@ -141,6 +141,28 @@ def test_reading_drains_and_the_next_step_begins_anew(tmp_path, state):
 
 
 @ranks(2)
+@pytest.mark.parametrize("state", ["host", "disk"])
+def test_saving_drains_so_a_resumed_run_is_the_one_that_went_on(tmp_path, state):
+    batches = vector_batches(STEPS, 4)
+    tier = {"state": state} | ({"path": str(tmp_path / "scratch")} if state == "disk" else {})
+    config = {"zero": {"stage": 2}, "optimizer": ADAMW, "offload": delayed(1, tier)}
+
+    def run(first: int, last: int, *, load: bool) -> list[Tensor]:
+        with trilithon.initialize(MLP(), config) as engine:
+            if load:
+                engine.load(tmp_path / "saved")
+            for step, (batch,) in enumerate(batches[first:last], start=first):
+                if step == 4 and not load:
+                    engine.save(tmp_path / "saved")
+                engine.train_step([rank_part(batch, engine.rank, 2)])
+            return [tensor for kind in ("master", "exp_avg") for _, tensor in engine.view(kind)]
+
+    went_on = run(0, STEPS, load=False)
+    resumed = run(4, STEPS, load=True)
+    assert all(torch.equal(one, other) for one, other in zip(went_on, resumed, strict=True))
+
+
+@ranks(2)
 def test_a_gradient_that_is_not_finite_is_dropped_and_the_one_before_it_lands():
     batches = vector_batches(STEPS, 4)
     bad = {4, 7}

@@ -55,11 +55,11 @@ def uses_its_tier(engine: Engine) -> tuple[int, int]:
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_fp32_is_the_same_to_the_last_bit(tmp_path, zero_stage):
     for accumulation, clip in itertools.product((1, 3), (0.0, 0.05)):
-        batches = vector_batches(3, 6, accumulation)
+        batches = vector_batches(2, 6, accumulation)
         config = {"zero": {"stage": zero_stage}, "optimizer": ADAMW, "clip_norm": clip}
         resident = train_on_engine(MLP, batches, config)
         for name, offload in tiers(tmp_path).items():
-            if name == "one buffer" and accumulation == 3:
+            if name in ("half on disk", "one buffer") and (accumulation, clip) != (3, 0.05):
                 continue
             run = train_on_engine(MLP, batches, {**config, "offload": offload}, note=uses_its_tier)
             assert_same(run, resident, (name, accumulation, clip))

@@ -202,7 +202,6 @@ def test_old_boolean_form_of_zero():
 
 
 ON = [
-    ("zero_optimization.offload_param", {"device": "nvme", "nvme_path": "/x"}, {"device": "none", "nvme_path": None}),
     ("zero_optimization.zero_quantized_weights", True, False),
     ("zero_optimization.zero_hpz_partition_size", 8, 1),
     ("zero_optimization.mics_shard_size", 4, -1),
@@ -326,6 +325,27 @@ def test_values_of_the_wrong_type_are_named_by_the_key_in_the_file():
     assert any("zero_optimization.reduce_bucket_size=0.5" in problem for problem in found)
     assert any("zero_optimization.contiguous_gradients=1: must be true or false" in problem for problem in found)
     assert any("fp16.enabled='yes'" in problem for problem in problems_of({"fp16": {"enabled": "yes"}}))
+
+
+def test_parameters_off_the_device_are_mapped_and_share_one_folder():
+    param, optimizer = {"device": "nvme", "nvme_path": "/x"}, {"device": "nvme", "nvme_path": "/x"}
+    zero = {"stage": 3, "offload_param": {**param, "buffer_size": 1e8}, "offload_optimizer": optimizer}
+    offload = load({"zero_optimization": zero}).offload
+    assert (offload.parameters, offload.state, str(offload.path)) == ("disk", "disk", "/x")
+    assert load({"zero_optimization": {"stage": 3, "cpu_offload_params": True}}).offload.parameters == "host"
+    assert str(load({"zero_optimization": {"stage": 3, "offload_param": param}}).offload.path) == "/x"
+    zero["offload_optimizer"] = {**optimizer, "nvme_path": "/y"}
+    assert any("names another folder; keep one" in problem for problem in problems_of({"zero_optimization": zero}))
+
+
+def test_activation_checkpoints_on_the_host_are_mapped():
+    config = load({"activation_checkpointing": {"cpu_checkpointing": True, "contiguous_memory_optimization": True}})
+    assert config.recompute is not None and config.recompute.tier == "host"
+    assert any("blocks that stand several times" in note for note in config.notes)
+    assert load({"activation_checkpointing": {"cpu_checkpointing": False}}).recompute is None
+    assert any(
+        "must be true or false" in p for p in problems_of({"activation_checkpointing": {"cpu_checkpointing": 1}})
+    )
 
 
 def test_underscore_keys_are_carried():

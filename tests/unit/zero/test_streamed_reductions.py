@@ -37,6 +37,8 @@ class Reduced:
     def land(self) -> None:
         self._log.append(f"land {self._name}")
 
+    def lay_down(self) -> None: ...
+
 
 def in_backward(monkeypatch: pytest.MonkeyPatch, *, arrives: bool) -> tuple[list[str], list[str]]:
     """What happened before and after the end of a backward over four units."""
