@@ -53,3 +53,11 @@ def test_deepspeed_files_say_the_same(name):
         trilithon.initialize(TinyGPT(), {**file, "zero_optimization": {"stage": 2}})
     with pytest.raises(ConfigError, match="pipeline parallelism is not in this version"):
         Config.load({**file, "pipeline": {"stages": 2}})
+
+
+@pytest.mark.parametrize("kind", ["onebit_adam", "onebit_lamb", "apmsqueeze"])
+def test_state_off_the_device_is_refused(kind):
+    config = {"zero": {"stage": 1}, "offload": {"state": "host"}, "optimizer": {"kind": kind, **RULES[kind]}}
+    with pytest.raises(ConfigError, match="compressed rules keep their state there"):
+        trilithon.initialize(TinyGPT(), config)
+    assert not dist.is_initialized()

@@ -444,8 +444,7 @@ class Engine:
         self._checkpointing.require_whole()
 
     def drain(self) -> None:
-        """Make parameters and state those after the last step, on all ranks: apply the gradient that waits (delayed
-        update), and make ranks one that moved on their own (0/1 Adam).
+        """Make parameters and state those after the last step on all ranks (delayed update, 0/1 Adam between rounds).
 
         Collective when there is something to do. `uneven`, `gathered`, `save`, `close`, evaluation and views do it."""
         if self._applying is not None and not self._closed:

@@ -157,8 +157,8 @@ def test_a_communication_type_of_its_own_is_what_travels(world_size: int):
 
 @ranks(2, 4)
 def test_agreement_costs_a_few_numbers_whatever_the_model(world_size: int):
-    """One sum per step, of the squared norm, two flags and the loss with its weight; nothing per micro-batch."""
+    """One sum per step, of the squared norm, two flags, the loss with its weight, and saves that ended."""
     for stage, accumulation in itertools.product((0, 1, 2, 3), (1, 3)):
         engine, sent = bytes_of_second_step(world_size, {"zero": {"stage": stage}}, accumulation=accumulation)
-        assert sent["control"] == -(-2 * (world_size - 1) * 5 * 8 // world_size), stage
+        assert sent["control"] == -(-2 * (world_size - 1) * 6 * 8 // world_size), stage
         engine.close()
