@@ -59,7 +59,7 @@ def kernel_paths() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name in kernels.__all__:
         home = sys.modules[getattr(kernels, name).__module__]
-        looped = hasattr(home, f"{name.removesuffix('_step')}_loop")
+        looped = hasattr(home, f"{name.rstrip('_').removesuffix('_step')}_loop")
         on_gpu = importlib.util.find_spec(f"{home.__name__}_triton") is not None
         there = [kind for kind, is_there in (("triton", on_gpu), ("numba", looped), ("torch", True)) if is_there]
         found[name] = {"implementations": there, "cpu": "numba" if looped and compiler else "torch"}
