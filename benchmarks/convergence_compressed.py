@@ -35,7 +35,7 @@ from trilithon.testing.ranks import run_ranks
 SHAPE = {"vocab_size": 256, "context": 64, "num_layers": 6, "width": 200, "num_heads": 4}
 WARM_UP_SHARE = 0.2
 ADAM = {"lr": 3e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}
-LAMB = {"lr": 1e-2, "betas": [0.9, 0.99], "weight_decay": 0.01}
+LAMB = {"lr": 3e-2, "betas": [0.9, 0.99], "weight_decay": 0.01}
 TOLERANCE = 0.01
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 NAMES = ("adamw", "onebit_adam", "zero_one_adam", "apmsqueeze-quant4", "apmsqueeze-topk10%", "lamb", "onebit_lamb")
