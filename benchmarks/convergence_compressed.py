@@ -1,6 +1,6 @@
 """Do compressed rules learn as much as the rules they compress? Same model, same text, same steps, several seeds.
 
-    python benchmarks/convergence_compressed.py                    (about 10 minutes on two cores)
+    python benchmarks/convergence_compressed.py                    (about 12 minutes on two quiet cores)
     python benchmarks/convergence_compressed.py --seeds 1 --steps 60 --only adamw onebit_adam
 
 A GPT of 3 million parameters reads the sources of Python's standard library byte by byte, on two ranks. Every rule sees
@@ -119,7 +119,8 @@ def draw(curves: dict[str, list[list[tuple[int, float]]]], path: Path) -> None:
                 panel.plot(steps, means, label=name, linewidth=1.6 if name == parent else 1.0)
         panel.set_xlabel("step")
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=7)
+        if panel.lines:
+            panel.legend(fontsize=7)
     panels[0].set_ylabel("validation loss (nats per byte)")
     figure.tight_layout()
     figure.savefig(path, dpi=80)
@@ -128,13 +129,13 @@ def draw(curves: dict[str, list[list[tuple[int, float]]]], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--rows", type=int, default=4, help="sequences of one rank and step")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
         "--only",
         nargs="+",
-        default=list(NAMES),
+        default=[*NAMES[:4], *NAMES[5:]],
         choices=NAMES,
         metavar="RULE",
         help=", ".join(NAMES).replace("%", "%%"),
