@@ -91,7 +91,8 @@ def _ddp(name: str, model: nn.Module) -> Trainer:
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name == "ddp-bf16":
         # under its own name torch registers this hook for GPUs only, though gloo adds bf16 as well
-        wrapped.register_comm_hook(None, lambda *given: default_hooks.bf16_compress_hook(*given))  # noqa: PLW0108
+        hook = default_hooks.bf16_compress_hook
+        wrapped.register_comm_hook(None, lambda state, bucket: hook(state, bucket))  # noqa: PLW0108
     elif name == "ddp-powersgd":
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
