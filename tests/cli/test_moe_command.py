@@ -52,6 +52,7 @@ def test_what_cannot_be_done_says_why(runs):
     for arguments, said in (
         (("aggregate", runs / "a", runs / "dense", "--out", runs / "x"), "has no experts"),
         (("prune", runs / "a", "--keep", 1, "--out", runs / "x"), "give --data FILE"),
+        (("prune", runs / "a", "--keep", 1, "--data", runs / "none", "--out", runs / "x"), "none cannot be read"),
         (("prune", runs / "a", "--keep", 0, "--by", "random", "--out", runs / "x"), "as many have to stay"),
         (("prune", runs / "a", "--keep", 1, "--by", "random", "--out", runs / "b"), "already holds a model"),
         (("prune", runs / "a", "--keep", 1, "--by", "luck", "--out", runs / "x"), "--by luck"),

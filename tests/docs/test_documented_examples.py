@@ -91,6 +91,22 @@ def a_run(tmp_path_factory):
     return folder / "books"
 
 
+@pytest.fixture(scope="session")
+def mixtures(tmp_path_factory):
+    """Two runs with experts, which are joined here, for the page that joins and prunes them."""
+    folder = tmp_path_factory.mktemp("mixtures")
+    trilithon = [sys.executable, "-m", "trilithon.cli.main"]
+    short = _SHORT.replace("runs/short", str(folder / "first"))
+    train = ["train", "--data", str(ROOT / "docs"), "--experts", "4", *short.split(), "--cache", str(folder / "cache")]
+    join = ["moe", "aggregate", str(folder / "first"), str(folder / "second"), "--out", str(folder / "both")]
+    subprocess.run(
+        [*trilithon, *train, "--quiet"], check=True, timeout=LIMIT_S, env=_environment(), stdout=subprocess.DEVNULL
+    )
+    shutil.copytree(folder / "first", folder / "second")
+    subprocess.run([*trilithon, *join], check=True, timeout=LIMIT_S, env=_environment(), stdout=subprocess.DEVNULL)
+    return folder
+
+
 @pytest.mark.parametrize("page", PYTHON)
 def test_the_python_examples_of_the_page_run(page, readers_folder, capsys):
     if any(re.search(r"^def test_", example.text, re.MULTILINE) for example in PYTHON[page]):
@@ -114,6 +130,9 @@ def test_the_command_runs(example, readers_folder, request):
     command = example.text.split("  #")[0].strip()
     if re.search(r"(--resume|checkpoint [a-z-]+) runs/books\b", command):
         shutil.copytree(request.getfixturevalue("a_run"), readers_folder / "runs" / "books")
+    if command.startswith("trilithon moe "):
+        for name in re.findall(r"runs/(first|second|both)\b", command.split("--out")[0]):
+            shutil.copytree(request.getfixturevalue("mixtures") / name, readers_folder / "runs" / name)
     if command.startswith("make"):
         targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
         assert set(command.split()[1:]) <= targets

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from trilithon.data import Tokenizer
-from trilithon.errors import ConfigError
+from trilithon.errors import ConfigError, DataError
 from trilithon.models import GPT, GPTConfig
 from trilithon.parallel.moe import Utilization, aggregate, choose_experts, layers, prune
 from trilithon.parallel.moe.merge import Dense
@@ -42,8 +42,8 @@ def prune_run(
 ) -> tuple[GPTConfig, dict[str, list[int]]]:  # fmt: skip
     """Write the run's model with `keep` experts in each layer to `out`; its shape, and which experts were kept.
 
-    by: "utilization" keeps those that most tokens of `text` choose. Raises as `aggregate_runs` does, and ConfigError
-    without a text to look at.
+    by: "utilization" keeps those that most tokens of `text` choose. Raises as `aggregate_runs` does, ConfigError
+    without a text to look at, and DataError for one that cannot be read.
     """
     model, tokenizer = _sparse(run)
     if keep < model.config.top_k:
@@ -52,7 +52,11 @@ def prune_run(
     if by == "utilization":
         if text is None:
             raise ConfigError("which experts are used shows on a text: give --data FILE, or --by random.")
-        tokens = tokenizer.encode(text.read_text(encoding="utf-8", errors="replace"))[:max_tokens]
+        try:
+            read = text.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise DataError(f"--data {text} cannot be read: {error.strerror}. Give a text file.") from error
+        tokens = tokenizer.encode(read)[:max_tokens]
         counts = _counts(model, torch.as_tensor(tokens, dtype=torch.int64))
     kept = choose_experts(counts, keep, by, seed)
     for _, layer in layers(model):
