@@ -11,11 +11,13 @@ import sys
 import time
 
 import pytest
+import torch
 
+import trilithon
 from trilithon import __version__
 from trilithon.cli import main as command_line
 from trilithon.config.schema import json_schema
-from trilithon.errors import CheckpointError
+from trilithon.errors import CheckpointError, ConfigError
 
 
 def call(capsys, *arguments):
@@ -201,6 +203,69 @@ def test_ctrl_c_from_outside_has_status_130_and_no_traceback(tmp_path):
             os.close(writer)
     assert process.returncode == 130
     assert "Traceback" not in err
+
+
+REFUSED = [
+    ({"optimizer": "zero_one_adam", "zero": {"stage": 1}}, "optimizer.kind", "use zero.stage=0"),
+    ({"optimizer": "onebit_adam", "zero": {"stage": 2}}, "optimizer.kind", "use zero.stage 0 or 1"),
+    ({"optimizer": "onebit_lamb", "zero": {"stage": 1}, "offload": {"state": "host"}}, "offload.state", '"device"'),
+    ({"optimizer": "adamw", "offload": {"state": "host"}}, "offload.state", "set zero.stage to 1, 2 or 3"),
+    ({"offload": {"state": "host"}}, "offload.state", "set zero.stage to 1, 2 or 3"),
+    ({"zero": {"stage": 1}, "offload": {"state": "disk"}}, "offload.state", "name one in offload.path"),
+    ({"zero": {"stage": 3}, "offload": {"gradients": "disk"}}, "offload.gradients", "name one in offload.path"),
+    ({"zero": {"stage": 1}, "offload": {"parameters": "host"}}, "offload.parameters", "set zero.stage to 3"),
+    ({"zero": {"stage": 1}, "offload": {"delayed_update": True}}, "offload.delayed_update", "set offload.state"),
+    ({"optimizer": "apmsqueeze", "mesh": {"tensor": 2}}, "optimizer.kind", "such as adamw"),
+    ({"optimizer": "onebit_adam", "mesh": {"sequence": 2, "data": 3}}, "optimizer.kind", "such as adamw"),
+    ({"mesh": {"pipe": 2}}, "mesh.pipe", "Set mesh.pipe to 1"),
+    ({"zero": {"stage": 3, "tile_above_numel": 9}, "mesh": {"tensor": 2}}, "zero.tile_above_numel", "one of the two"),
+]
+
+
+@pytest.mark.parametrize(("settings", "key", "way_out"), REFUSED)
+def test_what_initialize_refuses_is_a_problem(capsys, tmp_path, settings, key, way_out):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(settings))
+    status, out, err = call(capsys, "check", file, "--json")
+    found = json.loads(out)
+    assert (status, found["ok"], err) == (1, False, "")
+    assert [problem["key"] for problem in found["problems"]] == [key]
+    assert way_out in found["problems"][0]["text"]
+    status, _, err = call(capsys, "check", file)
+    assert status == 1 and way_out in err and err.endswith("1 problem found.\n")
+
+
+@pytest.mark.parametrize("settings", [settings for settings, _, _ in REFUSED if "mesh" not in settings])
+def test_initialize_refuses_it_too(settings):
+    optimizer = None if "optimizer" in settings else torch.optim.AdamW
+    with pytest.raises(ConfigError, match="do not go together"):
+        trilithon.initialize(torch.nn.Linear(2, 2), settings, optimizer)
+
+
+def test_every_conflict_of_a_deepspeed_file_is_told_with_the_key_that_makes_it(capsys, tmp_path):
+    zero = {"stage": 2, "offload_optimizer": {"device": "nvme"}}
+    settings = {"train_batch_size": 8, "optimizer": {"type": "OneBitAdam"}, "zero_optimization": zero}
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(settings))
+    status, _, err = call(capsys, "check", file)
+    assert status == 1 and err.endswith("3 problems found.\n"), err
+    assert "optimizer onebit_adam needs whole local gradients until the update" in err
+    assert f"optimizer.kind comes from {file}:optimizer.type" in err
+    assert f"offload.state comes from {file}:zero_optimization.offload_optimizer.device" in err
+    assert "name one in offload.path" in err
+
+
+def test_conflicts_are_found_without_torch(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text('{"optimizer": "zero_one_adam", "zero": {"stage": 1}}')
+    code = (
+        "import sys\nfrom trilithon.cli.main import main\n"
+        f"try:\n    main(['check', {str(file)!r}])\nexcept SystemExit as stop:\n    assert stop.code == 1, stop.code\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "use zero.stage=0" in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["check", "--help"], ["check", "--schema"]])

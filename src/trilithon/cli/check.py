@@ -7,6 +7,7 @@ where each of them is and who it talks to.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from trilithon.config.origin import Problem
 from trilithon.config.root import Config, Examined, examine, explain
 from trilithon.config.schema import deepspeed_reference, json_schema, reference
 from trilithon.config.sources import parse_json
+from trilithon.engine.capabilities import refusals
 from trilithon.errors import ConfigError
 
 
@@ -46,6 +48,8 @@ def run(  # noqa: PLR0917 (options of a command line)
     ] = False,
 ) -> None:
     """Check a configuration file, and explain every value in force.
+
+    Settings that `trilithon.initialize` refuses together, whatever the model, are problems as well.
 
     Exit status: 0 all is well, 1 problems were found (all of them are listed), 2 wrong usage.
 
@@ -81,7 +85,7 @@ def run(  # noqa: PLR0917 (options of a command line)
         found = Examined(
             None, (Problem(file or "", "", str(error).removeprefix(f"{file}: ")),), (), file or "", "native"
         )
-    problems = list(found.problems)
+    problems = [*found.problems, *_refused(found)]
     axes, batch = None, None
     if found.config is not None and world_size is not None:
         try:
@@ -96,6 +100,26 @@ def run(  # noqa: PLR0917 (options of a command line)
         if mesh and axes is not None:
             typer.echo("" if problems else draw(axes))
     raise typer.Exit(1 if problems else 0)
+
+
+def _refused(found: Examined) -> list[Problem]:
+    """What `trilithon.initialize` refuses in a configuration that was read without problems."""
+    if found.config is None:
+        return []
+    problems, origins = [], explain(found.config)
+    for refusal in refusals(found.config):
+        named = {refusal.key, *_settings_in(refusal.text)} if found.format == "deepspeed" else set()
+        written = [
+            f"{item.key} comes from {item.source}" for item in origins if item.key in named and item.kind != "default"
+        ]
+        text = f"{refusal.text} ({'; '.join(written)}.)" if written else refusal.text
+        problems.append(Problem(found.where, refusal.key, text))
+    return problems
+
+
+def _settings_in(text: str) -> list[str]:
+    """Settings that a message names, such as zero.stage in "use zero.stage=0"."""
+    return re.findall(r"[a-z_]+\.[a-z_]+", text)
 
 
 def _assignments(pairs: list[str] | None, option: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from trilithon.comm.compressor import Compressor, Rows
+from trilithon.config.compressed import padded_numel
 from trilithon.contracts import Collectives, Tag
 
 
@@ -118,11 +119,6 @@ class CompressedAllReduce:
         """Bytes that one rank sends per call."""
         others = self._group.world_size - 1
         return others * (self._worker.nbytes(self.chunk) + self._server.nbytes(self.chunk)) if self.numel else 0
-
-
-def padded_numel(numel: int, world_size: int) -> int:
-    """The least multiple of 8 * world_size that holds `numel` elements."""
-    return -(-numel // (8 * world_size)) * 8 * world_size
 
 
 def conserved(residuals: Sequence[Tensor], server_residuals: Sequence[Tensor], numel: int) -> Tensor:

@@ -217,3 +217,8 @@ class ApmSqueeze(Section):
     """Leave out elements whose variance is zero when it is frozen."""
     per_tensor_scaling: Flag = True
     """Bring the momentum of all parameters to one magnitude before it is compressed."""
+
+
+def padded_numel(numel: int, world_size: int) -> int:
+    """The least multiple of 8 * world_size that holds `numel` elements."""
+    return -(-numel // (8 * world_size)) * 8 * world_size

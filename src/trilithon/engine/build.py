@@ -157,21 +157,8 @@ def _whole_values(param: nn.Parameter) -> torch.Tensor:
 def _check(settings: Config, optimizer: AnyOptimizer | None, schedule: object) -> None:
     if optimizer is None and schedule is not None:
         raise ConfigError("a learning-rate schedule was given, but no optimizer: pass one, or set config.optimizer.")
-    offload, gradients = settings.offload, parameter_tier.gradient_tier(settings.offload)
-    path = offload.path is not None
-    features = [
-        capabilities.zero_stage(settings.zero.stage),
-        *capabilities.offloaded_parameters("offload.parameters", offload.parameters, path=path),
-        *capabilities.offloaded_parameters("offload.gradients", gradients, path=path),
-    ]
-    if optimizer is not None:
-        kind = optimizer.kind if isinstance(optimizer, OptimizerSettings) else "foreign"
-        features += [
-            capabilities.update_rule(kind),
-            *capabilities.offloaded_state(offload.state, path=path),
-            *capabilities.delayed_update(offload.delayed_update),
-        ]
-    capabilities.require_compatible(features)
+    kind = None if optimizer is None else optimizer.kind if isinstance(optimizer, OptimizerSettings) else "foreign"
+    capabilities.require_compatible(capabilities.features_of(settings, kind))
 
 
 def _refuse_taken(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from trilithon.config import Axes, ZeroConfig
+from trilithon.config import Axes, Config, ZeroConfig
 from trilithon.errors import ConfigError
 
 
@@ -37,6 +37,19 @@ class Feature:
     needs: frozenset[Capability] = frozenset()
     needs_any: frozenset[Capability] = frozenset()
     way_out: str = ""
+
+    @property
+    def key(self) -> str:
+        """The setting that makes this choice, as the configuration calls it."""
+        return "optimizer.kind" if "optimizer" in self.name else self.name.partition("=")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A setting that needs what the others do not give. key: of that setting; text: why, and the way out."""
+
+    key: str
+    text: str
 
 
 def zero_stage(stage: int) -> Feature:
@@ -133,8 +146,57 @@ def delayed_update(on: bool) -> list[Feature]:
     ]
 
 
+def features_of(settings: Config, kind: str | None) -> list[Feature]:
+    """What a configuration asks for. kind: as `update_rule` takes it; None without an optimizer.
+
+    Gradients that go where parameters do ask for what these ask for.
+    """
+    offload, path = settings.offload, settings.offload.path is not None
+    features = [
+        zero_stage(settings.zero.stage),
+        *offloaded_parameters("offload.parameters", offload.parameters, path=path),
+        *offloaded_parameters("offload.gradients", offload.gradients or "device", path=path),
+    ]
+    if kind is not None:
+        features += [
+            update_rule(kind),
+            *offloaded_state(offload.state, path=path),
+            *delayed_update(offload.delayed_update),
+        ]
+    return features
+
+
+def refusals(settings: Config) -> list[Refusal]:
+    """Everything for which `initialize` refuses a configuration whatever the model, known without ranks.
+
+    Without a configured optimizer the caller is taken to pass one.
+    """
+    kind, mesh = settings.optimizer.kind if settings.optimizer is not None else "foreign", settings.mesh
+    found = _unmet(features_of(settings, kind))
+    axes = mesh.axes(mesh.pipe * (mesh.data or 1) * mesh.sequence * mesh.tensor)
+    for key, check in (
+        ("mesh.pipe", lambda: require_no_pipeline(axes)),
+        ("zero.tile_above_numel", lambda: require_no_tiles(axes, settings.zero)),
+        ("optimizer.kind", lambda: require_rule_for_mesh(kind, axes)),
+    ):
+        try:
+            check()
+        except ConfigError as error:
+            found.append(Refusal(key, str(error)))
+    return found
+
+
+def require_no_refusals(settings: Config) -> None:
+    """Raises one ConfigError with all `refusals`."""
+    _raise([refusal.text for refusal in refusals(settings)])
+
+
 def conflicts(features: Sequence[Feature]) -> list[str]:
     """One line per need that no feature meets."""
+    return [refusal.text for refusal in _unmet(features)]
+
+
+def _unmet(features: Sequence[Feature]) -> list[Refusal]:
     given = {capability for feature in features for capability in feature.gives}
     found = []
     for feature in features:
@@ -143,13 +205,16 @@ def conflicts(features: Sequence[Feature]) -> list[str]:
             missing |= feature.needs_any
         if missing:
             what = ", ".join(sorted(capability.value for capability in missing))
-            found.append(f"{feature.name} needs {what}; {feature.way_out}.")
+            found.append(Refusal(feature.key, f"{feature.name} needs {what}; {feature.way_out}."))
     return found
 
 
 def require_compatible(features: Sequence[Feature]) -> None:
     """Raises one ConfigError that lists every conflict."""
-    found = conflicts(features)
+    _raise(conflicts(features))
+
+
+def _raise(found: list[str]) -> None:
     if found:
         raise ConfigError("these settings do not go together:\n  - " + "\n  - ".join(found))
 
@@ -186,6 +251,12 @@ def require_rule_for_mesh(kind: str, axes: Axes) -> None:
             f"optimizer {kind} exchanges gradients of whole parameters over the data axis, and {' and '.join(cut)} "
             "gives ranks parts of them. Use 1 there, or an optimizer that does not, such as adamw."
         )
+
+
+def require_no_pipeline(axes: Axes) -> None:
+    """Raises ConfigError for a mesh with stages of a pipeline."""
+    if axes.size("pipe") > 1:
+        raise ConfigError(f"mesh.pipe={axes.size('pipe')}: this engine does not run pipelines. Set mesh.pipe to 1.")
 
 
 def require_no_tiles(axes: Axes, settings: ZeroConfig) -> None:

@@ -22,6 +22,7 @@ from trilithon.comm.mesh import axes_of, make_mesh, own_process_group
 from trilithon.comm.watchdog import Watchdog
 from trilithon.config import Config
 from trilithon.config.mesh import AXES, REPLICAS, Axes
+from trilithon.engine.capabilities import require_no_pipeline
 from trilithon.errors import ConfigError
 from trilithon.zero.sharding import Communicators
 
@@ -86,8 +87,7 @@ def resolve_axes(settings: Config, mesh: DeviceMesh | None) -> Axes:
                 f"a mesh of {dict(zip(axes.names, axes.sizes))} was passed, but the configuration has mesh="
                 f"{settings.mesh.model_dump(exclude_defaults=True)}; keep one of the two."
             )
-    if axes.size("pipe") > 1:
-        raise ConfigError(f"mesh.pipe={axes.size('pipe')}: this engine does not run pipelines. Set mesh.pipe to 1.")
+    require_no_pipeline(axes)
     return axes
 
 

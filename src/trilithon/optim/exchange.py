@@ -14,8 +14,9 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from trilithon.comm.compressed import CompressedAllReduce, padded_numel
+from trilithon.comm.compressed import CompressedAllReduce
 from trilithon.comm.compressor import Compressor
+from trilithon.config.compressed import padded_numel
 from trilithon.contracts import Tag
 from trilithon.optim.fused import Fused
 from trilithon.optim.link import Link

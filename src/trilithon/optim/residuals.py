@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from trilithon.comm.compressed import CompressedAllReduce, padded_numel
+from trilithon.comm.compressed import CompressedAllReduce
+from trilithon.config.compressed import padded_numel
 from trilithon.errors import CheckpointError
 
 RESIDUAL, SERVER = "residual", "server_residual"

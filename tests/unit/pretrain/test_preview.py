@@ -1,7 +1,10 @@
+from typing import get_args
+
 import pytest
 import torch
 
 import trilithon
+from trilithon.config import OptimizerConfig
 from trilithon.errors import ConfigError
 from trilithon.models import GPT
 from trilithon.pretrain import load_pretrain
@@ -41,3 +44,62 @@ def test_settings_sizes_and_bytes_are_shown():
     assert "steps: 10, 5,120 tokens" in text
     with pytest.raises(ConfigError, match=r"9 .* do not go together on 2"):
         preview(config(**{"batch.global_size": 9}), 2)
+
+
+KINDS = [rule.model_fields["kind"].default for rule in get_args(get_args(OptimizerConfig)[0])]
+COMPRESSED = ["onebit_adam", "onebit_lamb", "zero_one_adam", "apmsqueeze"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_update_rule_has_a_preview(kind):
+    text = preview(config(optimizer=kind), 2)
+    assert f"optimizer.kind = '{kind}'" in text
+    assert ("in the compressed phase" in text) == (kind in COMPRESSED)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "whole", "own"),  # fp32 numbers a parameter: on every rank, and cut over them at stage 1
+    [("onebit_adam", 0, 4, 0), ("onebit_adam", 1, 2, 2), ("apmsqueeze", 1, 2, 2), ("onebit_lamb", 0, 5, 0),
+     ("onebit_lamb", 1, 2, 3), ("zero_one_adam", 0, 5, 0)],
+)  # fmt: skip
+def test_compressed_rules_hold_a_vector_and_two_residuals(kind, stage, whole, own):
+    settings = config(optimizer=kind, **{"zero.stage": stage})
+    server = 1600 // 4
+    assert held_bytes(settings, 1600, 4)["optimizer"] == 4 * (whole * 1600 + own * 400 + server)
+    saved = 3 + (kind == "onebit_lamb")  # with the weights
+    assert checkpoint_bytes(settings, 1600, 4) == 4 * (saved * 1600 + 4 * 1600 + 1600)
+    alone = held_bytes(settings, 1600, 1)["optimizer"]  # nothing is lost, so nothing is kept
+    assert alone == 4 * 1600 * (whole + own - 1)
+    assert held_bytes(config(optimizer=kind, **{"run.steps": 1}), 1600, 4)["optimizer"] == 4 * 2 * 1600
+
+
+@pytest.mark.parametrize("kind", COMPRESSED)
+def test_the_bytes_of_compressed_rules_are_those_of_a_run(kind):
+    settings = config(optimizer=kind, **{"run.steps": 2})
+    shape = settings.model.shape(257)
+    with trilithon.initialize(GPT(shape), {**settings.engine.model_dump(), "monitor": {}}) as engine:
+        tokens = torch.arange(8).view(1, 8)
+        for _ in range(2):
+            engine.backward(engine(tokens, tokens))
+            engine.step()
+        assert engine.memory()["optimizer"] == held_bytes(settings, shape.num_parameters(), 1)["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimizer": "zero_one_adam", "zero.stage": 1}, "use zero.stage=0"),
+        ({"optimizer": "onebit_adam", "zero.stage": 3}, "use zero.stage 0 or 1"),
+        ({"offload.state": "host"}, "set zero.stage to 1, 2 or 3"),
+        ({"optimizer": "onebit_adam", "mesh.tensor": 2}, "mesh.tensor=2 gives ranks parts"),
+        ({"optimizer": "onebit_adam", "model.experts": 4}, "Use ep_size=1"),
+        ({"mesh.pipe": 2, "batch.global_size": 9}, "does not run pipelines"),
+    ],
+)
+def test_what_the_engine_refuses_is_refused_first(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        preview(config(**changes), 2)
+
+
+def test_the_batch_is_split_over_the_data_axis():
+    assert "on each of 2 ranks" in preview(config(**{"mesh.tensor": 2, "batch.global_size": 8}), 4)
