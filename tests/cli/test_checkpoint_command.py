@@ -70,6 +70,7 @@ def test_verify_ends_with_0_1_or_2(tmp_path):
     payload.write_bytes(raw)
     damaged = call("verify", tmp_path, "--all")
     assert damaged.exit_code == 1 and payload.name in damaged.output
+    assert damaged.output.rstrip().endswith(": 1 problem")
     missing = call("verify", tmp_path / "nothing")
     assert missing.exit_code == 2 and "holds no checkpoint" in missing.output
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trilithon.checkpoint.agreement import Alone
+from trilithon.checkpoint.asked import folder_asked
 from trilithon.checkpoint.export import portions
 from trilithon.checkpoint.manifest import Entry, dtype_name
 from trilithon.checkpoint.opening import open_checkpoint
@@ -45,6 +46,7 @@ def convert(
     type. weights_only: leave the optimizer's state, the schedule and counters of the run out. Memory: the largest
     tensor. Raises CheckpointError as reading and saving do.
     """
+    folder_asked(out, "out")
     with open_checkpoint(folder, tag) as reader:
         name = out_tag or reader.manifest.tag
         if (Path(out) / name).exists():

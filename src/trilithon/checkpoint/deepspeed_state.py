@@ -19,7 +19,7 @@ _OF_DEEPSPEED = frozenset(
     """.split()  # noqa: SIM905 (a list of 20 short words)
 )
 """What DeepSpeed writes at the top level of a model file; the user's client_state lies beside it."""
-_RULES = {"adam": "adam", "adamw": "adam", "lamb": "lamb", "lion": "lion", "adagrad": "adagrad", "sgd": "sgd"}
+_RULES = {"adam": "adamw", "adamw": "adamw", "lamb": "lamb", "lion": "lion", "adagrad": "adagrad", "sgd": "sgd"}
 
 
 def extra_of(found: Found) -> dict[str, Any]:
@@ -67,17 +67,27 @@ def precision_of(found: Found) -> str:
 
 def rule_of(found: Found) -> str | None:
     """The update rule that wrote the state: by the configuration, else by what it keeps; None if it is neither."""
-    named = str((found.config.get("optimizer") or {}).get("type") or "").lower()
+    section = found.config.get("optimizer") or {}
+    named = str(section.get("type") or "").lower()
+    if named == "adam" and (section.get("params") or {}).get("adam_w_mode", True) is False:
+        return "adam"
     if named in _RULES:
         return _RULES[named]
     fields = {part for part, _ in found.tensors} - {"param", "master", "frozen", "buffer"}
     by_fields = {
-        ("exp_avg", "exp_avg_sq"): "adam",
+        ("exp_avg", "exp_avg_sq"): _adam_of(found),
         ("momentum_buffer",): "sgd",
         ("sum",): "adagrad",
         ("exp_avg",): "lion",
     }
     return by_fields.get(tuple(sorted(fields)))
+
+
+def _adam_of(found: Found) -> str:
+    """Adam or AdamW, of an optimizer that was passed to DeepSpeed: as its groups say (those of torch do, since 2.7).
+    Groups of DeepSpeed's own Adam do not; it is AdamW unless told otherwise."""
+    told = {bool(group.get("decoupled_weight_decay", True)) for group in _param_groups(found.optimizer)}
+    return "adam" if told == {False} else "adamw"
 
 
 def groups_of(found: Found) -> list[dict[str, Any]]:

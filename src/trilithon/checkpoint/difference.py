@@ -46,8 +46,9 @@ class TensorDifference:
         where = f"{self.part}/{self.name}"
         if self.kind != "values":
             return f"{where}: {self.kind}" + (f": {self.a} and {self.b}" if self.kind == "shape" else "")
+        how_many = "1 element differs" if self.elements == 1 else f"{self.elements} elements differ"
         return (
-            f"{where}: first at {list(self.first)}: {self.a} and {self.b}; {self.elements} elements differ, by "
+            f"{where}: first at {list(self.first)}: {self.a} and {self.b}; {how_many}, by "
             f"{self.largest:.3g} at most (allowed {self.allowed:.3g})"
         )
 

@@ -19,13 +19,27 @@ _PORTION = 8 * 2**20  # bytes a call: large enough not to matter, small enough t
 
 def make_folder(path: Path) -> None:
     """A folder, with those above it, known to the disk."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    missing = made_for(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(path, error) from error
     for folder in missing:
         sync_folder(folder.parent)
+
+
+def made_for(path: Path) -> list[Path]:
+    """The folders that `make_folder` would have to make, the innermost first."""
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
+def unmake(folders: Iterable[Path]) -> None:
+    """Take back folders that were made for nothing, the innermost first; those that hold something stay."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:
+            return
 
 
 def create(path: Path) -> int:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from trilithon.checkpoint import durable
+from trilithon.checkpoint.asked import folder_asked
 from trilithon.checkpoint.manifest import Entry
 from trilithon.checkpoint.opening import open_checkpoint
 from trilithon.checkpoint.payload import bytes_of, tensor_header
@@ -80,17 +81,19 @@ def export(
     exclude: patterns such as "blocks.*.weight" over names. Files appear under their names when all of them are
     complete. Raises CheckpointError for a folder that holds an export, values that do not fit `dtype`, or no room.
     """
+    folder_asked(out, "out")
     target = Path(out)
     with open_checkpoint(folder, tag) as reader:
         planned, aliases = plan_export(reader, dtype, tied=tied, include=include, exclude=exclude)
         if not planned:
             raise CheckpointError(f"{folder} holds no weights that the patterns select; there is nothing to export.")
-        _make_room(target, sum(one.bytes for one in planned), overwrite=overwrite)
         shards = _shards(planned, shard_bytes)
         names = _file_names(len(shards))
         metadata = {"format": "pt", **(aliases if tied == "once" else {})}
-        written = []
+        written: list[Path] = []
+        made = durable.made_for(target)
         try:
+            _make_room(target, sum(one.bytes for one in planned), overwrite=overwrite)
             for name, shard in zip(names, shards):
                 written.append(_temporary(target / name))
                 _write(reader, shard, written[-1], metadata)
@@ -98,6 +101,7 @@ def export(
         except BaseException:
             for path in written:
                 path.unlink(missing_ok=True)
+            durable.unmake(made)
             raise
     total = sum(one.bytes for one in planned)
     files = (*names, INDEX) if len(names) > 1 else tuple(names)

@@ -27,6 +27,7 @@ from trilithon.checkpoint.plain import from_json
 from trilithon.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+_OTHER = ". Load another checkpoint."
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +255,8 @@ def open_checkpoint(folder: Path | str, tag: str | None = "latest") -> Checkpoin
     root = Path(folder)
     if (root / MANIFEST).exists() and tag in (None, POINTER):
         return _opened(root)
+    if root.is_file():
+        raise CheckpointError(f"{root} is a file. Pass the folder that holds checkpoints, or that of one of them.")
     if not root.is_dir():
         raise CheckpointError(f"{root} does not exist, so there is no checkpoint to load.")
     if tag is None or tag == POINTER:
@@ -299,7 +302,7 @@ def _opened(folder: Path) -> CheckpointReader:
     manifest = read_manifest(folder)
     problems = problems_at_a_glance(folder, manifest)
     if problems:
-        raise CheckpointError(f"{folder} is incomplete: {'; '.join(problems[:3])}. Load another checkpoint.")
+        raise CheckpointError(f"{folder} is incomplete: {'; '.join(problems[:3])}{_OTHER}")
     return CheckpointReader(folder, manifest)
 
 
@@ -319,7 +322,18 @@ def _newest(root: Path) -> CheckpointReader:
         return _opened(complete[0])
     if named is None and not any((path / MANIFEST).exists() for path in visible):
         raise CheckpointError(f"{root} holds no checkpoint. Nothing has been saved there, or no save has ended.")
-    raise CheckpointError(f"{root} holds checkpoints, but none that is complete. {complaint}")
+    told = [complaint, *(_damage(path) for path in visible if path.name != named and (path / MANIFEST).exists())]
+    more = [f"and {len(told) - 4} more"] if len(told) > 4 else []
+    raise CheckpointError(f"{root} holds checkpoints, but none that is complete. {'; '.join(told[:4] + more)}")
+
+
+def _damage(folder: Path) -> str:
+    """What is wrong with a checkpoint that is not complete."""
+    try:
+        _opened(folder).close()
+    except CheckpointError as error:
+        return str(error).removesuffix(_OTHER)
+    return f"{folder} has changed just now"
 
 
 def _complete(root: Path, folders: Sequence[Path]) -> list[Path]:

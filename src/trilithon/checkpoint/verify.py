@@ -60,6 +60,8 @@ def verify(folder: Path | str, tag: str | None = "latest") -> list[Problem]:
 
 def resolve(root: Path, tag: str | None) -> Path:
     """The folder of one checkpoint of ours, whatever its state; raises CheckpointError when there is none."""
+    if root.is_file():
+        raise CheckpointError(f"{root} is a file. Pass the folder that holds checkpoints, or that of one of them.")
     if tag not in (None, POINTER):
         path = root / str(tag)
     elif (root / MANIFEST).exists():

@@ -58,9 +58,8 @@ def _print(found: dict[str, Any]) -> None:
     console = _console()
     state, counters = found["state"], found["state"]["counters"]
     console.print(f"{found['path']}: step {found['step']}, {_size(found['bytes'])}, saved {found['saved_at']}")
-    console.print(
-        f"by {found['library']} on {found['world_size']} ranks, ZeRO stage {found['zero_stage']}, {found['precision']}"
-    )
+    ranks = f"{found['world_size']} rank{'s' * (found['world_size'] > 1)}"
+    console.print(f"by {found['library']} on {ranks}, ZeRO stage {found['zero_stage']}, {found['precision']}")
     table = Table("part", "tensors", "elements", "stored", "type", box=None, pad_edge=False, header_style="bold")
     for part, one in found["parts"].items():
         stored = _size(one["bytes"]) if one["bytes"] or not one["elements"] else "(from master)"
@@ -111,7 +110,8 @@ def verify(
         label = str(folder / one) if one != "latest" else str(folder)
         for problem in problems:
             typer.echo(f"{label}: {problem}", err=True)
-        typer.echo(f"{label}: {'whole' if not problems else f'{len(problems)} problems'}")
+        found = f"{len(problems)} problem{'s' * (len(problems) > 1)}" if problems else "whole"
+        typer.echo(f"{label}: {found}")
         wrong += len(problems)
     raise typer.Exit(1 if wrong else 0)
 
@@ -150,7 +150,9 @@ def diff(
     else:
         for one in found:
             typer.echo(str(one))
-        typer.echo(f"{len(found)} tensors differ" if found else "no difference")
+        typer.echo(
+            ("1 tensor differs" if len(found) == 1 else f"{len(found)} tensors differ") if found else "no difference"
+        )
     raise typer.Exit(1 if found else 0)
 
 

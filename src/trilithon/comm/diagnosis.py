@@ -46,9 +46,7 @@ def diagnose(states: Sequence[RankState]) -> Diagnosis:
     gone = [s for s in states if s.status is Status.GONE]
     if left:
         cause = f"{_named(left)} left early: its program ended and the others still wait for it."
-        return Diagnosis(
-            _ranks(left), awaited, cause, "Give every rank the same number of batches, or wrap the loop in uneven()."
-        )
+        return Diagnosis(_ranks(left), awaited, cause, _make_it_on_all(awaited))
     if gone:
         cause = f"{_named(gone)} ended without a word (killed, out of memory, or its host is unreachable)."
         return Diagnosis(_ranks(gone), awaited, cause, "Look at the output of that rank and at the kernel's log.")
@@ -229,6 +227,14 @@ def _row(state: RankState) -> tuple[str, ...]:
     step = f"{call.step}.{call.micro_step}" if call.micro_step >= 0 else f"{call.step}"
     kind = f"{after}{call.kind}"
     return (str(state.rank), status, group, str(call.sequence), kind, call.module, names or "-", step, where or "-")
+
+
+def _make_it_on_all(awaited: CallState | None) -> str:
+    """The way out when a program ended before a call: training ran out of batches, or the call is made by some only."""
+    call = awaited.module.partition(",")[0] if awaited is not None else ""
+    if call.startswith("engine."):
+        return f"Call {call} on every rank: take it out of `if rank == ...`."
+    return "Give every rank the same number of batches, or wrap the loop in uneven()."
 
 
 def _ranks(states: Sequence[RankState]) -> tuple[int, ...]:

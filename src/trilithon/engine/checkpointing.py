@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trilithon.checkpoint.agreement import Coordinator, together
+from trilithon.checkpoint.asked import agreed, folder_asked, tag_asked
 from trilithon.checkpoint.background import Background
+from trilithon.checkpoint.manifest import POINTER
 from trilithon.checkpoint.opening import open_checkpoint
 from trilithon.checkpoint.reader import CheckpointReader
 from trilithon.checkpoint.report import LoadReport, SaveProgress, SaveReport
@@ -22,9 +24,9 @@ from trilithon.checkpoint.retention import Retention
 from trilithon.checkpoint.save import prepare
 from trilithon.comm.collectives import Group
 from trilithon.contracts import Collectives, Tag
-from trilithon.engine.load_plan import asked_parts, plan_load, refuse
+from trilithon.engine.load_plan import PARTS, asked_parts, plan_load, refuse
 from trilithon.engine.restore import Restore
-from trilithon.engine.train_state import contents_of, slice_holdings
+from trilithon.engine.train_state import SAVE, contents_of, slice_holdings
 from trilithon.errors import CheckpointError, ProtocolError
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+LOAD = "engine.load, which every rank has to call"  # what the watchdog says when one does not
 
 
 class OverTraining:
@@ -91,10 +94,16 @@ class Checkpointing:
 
     def save(self, folder: Path | str, tag: str | None, client_state: Mapping[str, Any] | None, blocking: bool) -> Path:
         engine, begun, settings = self._engine, time.monotonic(), self._engine.config.checkpoints
-        if client_state is not None and not isinstance(client_state, Mapping):
-            raise CheckpointError(f"client_state is a {type(client_state).__name__}; pass a dictionary of plain data.")
         self._background.collect()
-        root = Path(folder).absolute()
+
+        def asked() -> dict[str, Any]:
+            if client_state is not None and not isinstance(client_state, Mapping):
+                kind = type(client_state).__name__
+                raise CheckpointError(f"client_state is a {kind}; pass a dictionary of plain data.")
+            return {"folder": folder_asked(folder), "tag": tag_asked(tag), "blocking": bool(blocking)}
+
+        agreed(self._control, "engine.save", asked, what=SAVE)
+        root = folder_asked(folder)
         name = tag if tag is not None else f"step-{engine.steps:08d}"
         contents = contents_of(engine, client_state)
         prepared = prepare(root, name, contents, self._control, file_bytes=settings.file_bytes)
@@ -120,16 +129,23 @@ class Checkpointing:
     def load(self, folder: Path | str, tag: str | None, strict: bool, parts: Sequence[str] | None) -> LoadReport:
         engine = self._engine
         self._background.collect()
-        asked, root = asked_parts(engine, parts), Path(folder).absolute()
+
+        def wanted() -> dict[str, Any]:
+            named = asked_parts(engine, parts)
+            these = [name for name in PARTS if name in named]
+            return {
+                "folder": folder_asked(folder), "tag": tag_asked(tag) or POINTER, "parts": these, "strict": bool(strict)
+            }  # fmt: skip
+
+        agreed(self._control, "engine.load", wanted, what=LOAD)
+        asked, root = asked_parts(engine, parts), folder_asked(folder)
         fields = {
             (part.group, span.part)
             for part, holding in zip(engine._sharding.slices(), slice_holdings(engine))
             for span in holding.spans
             if span.part != "master"
         }
-        told = together(
-            self._control, "engine.load, which every rank has to call", lambda: (self._chosen(root, tag), fields)
-        )
+        told = together(self._control, LOAD, lambda: (self._chosen(root, tag), fields))
         chosen, everybodys = told[0][0], {field for _, theirs in told for field in theirs}
 
         assert chosen is not None

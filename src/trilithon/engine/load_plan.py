@@ -58,17 +58,16 @@ def asked_parts(engine: Engine, parts: Sequence[str] | None) -> set[str]:
     """Raises CheckpointError for a name that is none of `PARTS`."""
     if parts is None:
         return set(PARTS) if engine._update is not None else {"weights"}
-    asked = {parts} if isinstance(parts, str) else set(parts)
-    unknown = asked - set(PARTS)
-    if unknown or not asked:
-        raise CheckpointError(f"parts={sorted(asked)}: there are {', '.join(PARTS)}; leave it out for all of them.")
-    return asked
+    asked = [parts] if isinstance(parts, str) else list(parts) if isinstance(parts, Iterable) else [parts]
+    if not asked or any(name not in PARTS for name in asked):
+        raise CheckpointError(f"parts={asked}: there are {', '.join(PARTS)}; leave it out for all of them.")
+    return set(asked)
 
 
 def plan_load(engine: Engine, reader: CheckpointReader, asked: set[str], fields: Iterable[tuple[int, str]]) -> LoadPlan:
     """fields: (group, field) that the update rule keeps, on any rank."""
     made = reader.manifest
-    saved_by = f"{made.world_size} ranks, zero.stage={made.zero_stage}, {made.precision}"
+    saved_by = f"{made.world_size} rank{'s' * (made.world_size > 1)}, zero.stage={made.zero_stage}, {made.precision}"
     plan = LoadPlan(set(asked), LoadReport(reader.folder, made.tag, made.step, saved_by))
     _plan_weights(engine, reader, plan)
     _plan_optimizer(engine, reader, plan, fields)
@@ -167,10 +166,15 @@ def _plan_optimizer(
         return leave(
             "optimizer: the checkpoint holds no optimizer state (a weights-only load, parts=('weights',), accepts that)"
         )
-    mine = update.state_dict()["rule"]
-    if saved.get("rule") not in (mine, *getattr(update, "continues", ())):
+    mine, theirs = update.state_dict()["rule"], saved.get("rule")
+    if theirs in getattr(update, "resembles", ()):  # the same state, another formula
+        plan.problems.append(
+            f"optimizer: the checkpoint was written by rule {theirs!r} and this run has {mine!r}, which keeps the same "
+            "state and decays weights differently (strict=False accepts that)"
+        )
+    elif theirs not in (mine, *getattr(update, "continues", ())):
         return leave(
-            f"optimizer: the checkpoint was written by rule {saved.get('rule')!r} and this run has {mine!r} (leave "
+            f"optimizer: the checkpoint was written by rule {theirs!r} and this run has {mine!r} (leave "
             "'optimizer' out of parts to start its state anew)"
         )
     shapes = whole_shapes(engine)

@@ -67,9 +67,13 @@ class Restore:
     def _group_settings(self) -> None:
         """By name: each group takes what its parameters had. Rates belong to the schedule."""
         found, _ = settings_by_group(self._engine, self._reader)
+        update, saved_rule = self._engine._update, (saved_update(self._reader) or {}).get("rule")
+        kept = {"lr", "initial_lr"}
+        if saved_rule in getattr(update, "resembles", ()):
+            kept.add("decoupled_weight_decay")  # which of two rules runs is this run's choice
         for group, saved in zip(self._engine._groups, found):
             for key, value in (saved or {}).items():
-                if key in ("lr", "initial_lr") or key not in group:
+                if key in kept or key not in group:
                     continue
                 if isinstance(group[key], Tensor):
                     group[key].copy_(torch.as_tensor(value))

@@ -14,10 +14,10 @@ from trilithon.optim.elementwise import Elementwise, Settings
 class AdamRule:
     """decoupled: what a group without its own "decoupled_weight_decay" does with weight_decay (True is AdamW)."""
 
-    name = "adam"
-
     def __init__(self, *, decoupled: bool) -> None:
         self._decoupled = decoupled
+        self.name = "adamw" if decoupled else "adam"
+        self.resembles = ("adam",) if decoupled else ("adamw",)
 
     def fields(self, settings: Settings) -> Mapping[str, float]:
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}

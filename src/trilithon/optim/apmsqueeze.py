@@ -44,7 +44,8 @@ class ApmSqueeze:
     link: None where there is only a warm-up (tests of a rule by itself). name: what a checkpoint calls it.
     """
 
-    continues = ("adam", "onebit_adam", "apmsqueeze")  # rules whose state this one takes over
+    continues = ("adamw", "onebit_adam", "apmsqueeze")  # rules whose state this one takes over
+    resembles = ("adam",)  # the same state; but weight decay was part of the gradient
 
     def __init__(
         self, groups: Sequence[Settings], freeze: Freeze, compression: Compression, link: Link | None,
@@ -197,10 +198,10 @@ class ApmSqueeze:
         return {"rule": self.name, **counts, **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Also takes over a run of plain Adam, as its warm-up, and a run of another rule of this family."""
-        if state.get("rule") not in ("adam", "onebit_adam", "apmsqueeze"):
+        """Also takes over a run of AdamW, as its warm-up, and a run of another rule of this family."""
+        if state.get("rule") not in (*self.continues, *self.resembles):
             raise CheckpointError(
-                f"The optimizer state was written by rule {state.get('rule')!r}, and {self.name} continues from adam, "
+                f"The optimizer state was written by rule {state.get('rule')!r}, and {self.name} continues from adamw, "
                 "onebit_adam and apmsqueeze. Configure the same optimizer, or load without optimizer state."
             )
         updates = read_updates(state, str(state["rule"]))

@@ -115,7 +115,10 @@ def state_fields(optimizer: AnyOptimizer, groups: Sequence[Settings]) -> int | N
 def _rule_like(owner: torch.optim.Optimizer, groups: Sequence[Settings]) -> Rule | None:
     """The rule of ours that does what a torch optimizer does."""
     exotic = any(group.get(flag) for group in groups for flag in _EXOTIC)
-    return None if exotic else _RULES_BY_TYPE.get(type(owner))
+    rule = None if exotic else _RULES_BY_TYPE.get(type(owner))
+    if isinstance(rule, AdamRule) and groups and all("decoupled_weight_decay" in group for group in groups):
+        return AdamRule(decoupled=all(group["decoupled_weight_decay"] for group in groups))
+    return rule
 
 
 def _compressed(

@@ -28,7 +28,8 @@ class Rule(Protocol):
 
     @property
     def name(self) -> str:
-        """What a checkpoint calls it."""
+        """What a checkpoint calls it. `resembles`, where a rule has it: others that keep the same state, so that this
+        rule can take over theirs, but move weights by another formula."""
         ...
 
     def fields(self, settings: Settings) -> Mapping[str, float]:
@@ -116,8 +117,15 @@ class Elementwise:
     def state_dict(self) -> dict[str, Any]:
         return {"rule": self._rule.name, **self.participation.state_dict()}
 
+    @property
+    def resembles(self) -> tuple[str, ...]:
+        """Rules whose state this one can take over, though it moves weights by another formula."""
+        return tuple(getattr(self._rule, "resembles", ()))
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.participation.load(read_updates(state, self._rule.name), state.get("missed", {}))
+        written = state.get("rule")
+        name = str(written) if written in self.resembles else self._rule.name
+        self.participation.load(read_updates(state, name), state.get("missed", {}))
 
     def rank_state(self) -> dict[str, Tensor]:
         return {}

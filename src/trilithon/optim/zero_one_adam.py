@@ -44,7 +44,8 @@ class ZeroOneAdam:
     policy: what was communicated so far, and what comes next. link: None where there are only full-precision steps.
     """
 
-    continues = ("adam",)  # rules whose state this one takes over
+    continues = ("adamw",)  # rules whose state this one takes over
+    resembles = ("adam",)  # the same state; but weight decay was part of the gradient
 
     def __init__(self, groups: Sequence[Settings], section: ZeroOneAdamConfig, link: Link | None) -> None:
         self.groups = groups
@@ -278,10 +279,10 @@ class ZeroOneAdam:
         return {"rule": _NAME, **self._updates.state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Also takes over a run of plain Adam, in which every step refreshed the variance."""
-        if state.get("rule") not in ("adam", _NAME):
+        """Also takes over a run of AdamW, in which every step refreshed the variance."""
+        if state.get("rule") not in (_NAME, *self.continues, *self.resembles):
             raise CheckpointError(
-                f"The optimizer state was written by rule {state.get('rule')!r}, and {_NAME} continues from adam and "
+                f"The optimizer state was written by rule {state.get('rule')!r}, and {_NAME} continues from adamw and "
                 f"{_NAME}. Configure the same optimizer, or load without optimizer state."
             )
         updates = read_updates(state, str(state["rule"]))

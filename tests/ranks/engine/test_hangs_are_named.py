@@ -94,6 +94,25 @@ def test_the_departing_rank_its_module_and_the_cause_are_named(fault, module, ca
     assert time.monotonic() - began < LIMIT_S + 15
 
 
+def save_on_one_rank_only(folder):
+    engine = trilithon.initialize(nn.Linear(2, 2), {"optimizer": "sgd", "comm": {"wait_limit_s": LIMIT_S}})
+    if engine.rank == 0:
+        engine.save(folder)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def test_a_save_by_one_rank_as_the_last_call_says_to_call_it_on_all(tmp_path):
+    results = run_ranks_raw(save_on_one_rank_only, 2, tmp_path, timeout_s=40)
+    said = "".join(result.output for result in results)
+    assert [result.exit_code for result in results] == [EXIT_STATUS, 0], said
+    assert "rank 1 left early" in said
+    assert "Call engine.save on every rank" in said
+    assert "uneven()" not in said
+
+
 def catch_and_report():
     """A program that catches its own exceptions, as a trainer with one error page does."""
     try:

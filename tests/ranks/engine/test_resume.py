@@ -10,6 +10,7 @@ import torch
 
 import trilithon
 from saved_runs import ADAM, OddNet, batches, everything, settings, train
+from trilithon.errors import CheckpointError
 from trilithon.testing import ranks
 from trilithon.testing.parity import rank_part
 
@@ -257,3 +258,42 @@ def test_who_sat_out_is_known_on_all_ranks_after_a_load(tmp_path):
     with trilithon.initialize(HalfUsed(), given) as engine:
         engine.load(tmp_path)
         assert engine._update.state_dict()["missed"] == {"idle": 2}
+
+
+@ranks(2)
+def test_ranks_that_ask_for_different_things_are_all_refused(tmp_path):
+    with trilithon.initialize(OddNet(), settings(1, "fp32", 1)) as engine:
+        train(engine, batches(2))
+        engine.save(tmp_path / "run", "a")
+        engine.save(tmp_path / "run", "b")
+    with trilithon.initialize(OddNet(seed=5), settings(1, "fp32", 1)) as engine:
+        rank, before = engine.rank, everything(engine)
+        run = tmp_path / "run"
+        weights = ("weights",)
+        for mine, message in [
+            (
+                {"parts": (None, weights)[rank]},
+                r"different parts \(rank 0: \['weights', 'optim.*; rank 1: \['weights'\]",
+            ),
+            ({"strict": rank == 0}, r"different strict \(rank 0: True; rank 1: False\)"),
+            ({"folder": (run, tmp_path / "no")[rank]}, r"different folder \(rank 0: .*/run; rank 1: .*/no\)"),
+            ({"tag": ("a", "b")[rank]}, r"different tag \(rank 0: 'a'; rank 1: 'b'\)"),
+            ({"tag": ("a", 5)[rank]}, r"^rank 1: tag=5 \(int\) cannot name"),
+            ({"parts": (None, ("moments",))[rank]}, r"^rank 1: parts=\['moments'\]: there are"),
+        ]:
+            with pytest.raises(CheckpointError, match=message):
+                engine.load(**{"folder": run, **mine})
+            assert everything(engine) == before
+        for mine, message in [
+            ({"tag": ("c", 5)[rank]}, r"^rank 1: tag=5"),
+            ({"folder": ("", run)[rank]}, r"^rank 0: folder='' names no folder"),
+            ({"client_state": ({}, [])[rank]}, r"^rank 1: client_state is a list"),
+            ({"tag": ("c", "d")[rank]}, r"different tag \(rank 0: 'c'; rank 1: 'd'\)"),
+            ({"blocking": rank == 0}, r"different blocking"),
+        ]:
+            with pytest.raises(CheckpointError, match=message):
+                engine.save(**{"folder": run, **mine})
+        report = engine.load(
+            run, ("latest", None)[rank], parts=[("weights", "optimizer"), ("optimizer", "weights")][rank]
+        )
+        assert report.tag == "b"  # the order of parts and the two names of the newest make no difference

@@ -111,9 +111,9 @@ def test_the_compressor_may_change_and_other_rules_are_refused(world_size):
         restore(engine, saved)
         assert torch.equal(engine._update.rank_state()["residual"], saved["ranks"][engine.rank]["residual"])
         train(engine, BATCHES[6:8])
-        with pytest.raises(CheckpointError, match="written by rule 'sgd', and onebit_adam continues from adam"):
+        with pytest.raises(CheckpointError, match="written by rule 'sgd', and onebit_adam continues from adamw"):
             engine._update.load_state_dict({"rule": "sgd", "updates": 1})
-    for kind, other in (("onebit_lamb", "lamb"), ("zero_one_adam", "adam")):
+    for kind, other in (("onebit_lamb", "lamb"), ("zero_one_adam", "adamw")):
         with engine_of(RULES[kind]) as engine:
             engine._update.load_state_dict({"rule": other, "updates": 1, "missed": {}})
             with pytest.raises(CheckpointError, match=f"and {kind} continues from {other}"):

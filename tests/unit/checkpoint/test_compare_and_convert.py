@@ -34,6 +34,9 @@ def test_the_first_element_that_differs_is_named_with_both_values(tmp_path):
     (found,) = differences(keep(tmp_path / "a", {"w": value}), keep(tmp_path / "b", {"w": other}))
     assert (found.first, found.a, found.b, found.elements, found.largest) == ((2, 3), "1", "1.5", 2, 2.0)
     assert "master/w: first at [2, 3]: 1 and 1.5; 2 elements differ" in str(found)
+    value[4, 0] = -1.0
+    (found,) = differences(keep(tmp_path / "c", {"w": value}), tmp_path / "b")
+    assert "1 and 1.5; 1 element differs, by" in str(found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -122,6 +125,8 @@ def test_verify_names_the_file_the_bytes_and_the_tensors(tmp_path):
     payload.write_bytes(intact)
     (tmp_path / "one" / "stranger").write_text("")
     assert [problem.file for problem in verify(tmp_path, "one")] == ["stranger"]
+    with pytest.raises(CheckpointError, match="stranger is a file"):
+        verify(tmp_path / "one" / "stranger")
 
 
 def test_every_byte_of_the_manifest_and_the_state_counts(tmp_path):

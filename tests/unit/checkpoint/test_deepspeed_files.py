@@ -17,6 +17,8 @@ from trilithon.checkpoint import open_checkpoint, verify
 from trilithon.checkpoint.deepspeed_pickle import load_file as load_pickle
 from trilithon.checkpoint.deepspeed_pickle import plain
 from trilithon.checkpoint.deepspeed_pieces import assemble, flat_places, sharded_places
+from trilithon.checkpoint.deepspeed_state import rule_of
+from trilithon.checkpoint.deepspeed_tensors import Found
 from trilithon.errors import CheckpointError
 
 GOLDEN = Path(__file__).parents[2] / "data" / "deepspeed"
@@ -66,7 +68,7 @@ def test_tied_names_counters_groups_and_client_state(case):
         assert [group["settings"]["lr"] for group in saved.extra["groups"]] == [0.01, 0.005]
         assert saved.extra["counters"]["steps"] == saved.manifest.step == 3
         assert saved.extra["schedule"] == {"updates": 3, "scheduler": None, "lr": [0.01, 0.005]}
-        assert saved.extra["ranks"][0]["update"] == {"rule": "adam", "updates": 3, "missed": {}}
+        assert saved.extra["ranks"][0]["update"] == {"rule": "adamw", "updates": 3, "missed": {}}
         assert saved.extra["ranks"][0]["client_state"] == {"note": "golden", "epoch": 2}
         assert saved.extra["scaler"]["kind"] == ("dynamic" if "fp16" in case else "none")
 
@@ -373,3 +375,21 @@ def test_a_universal_layout_of_two_tensor_parallel_ranks_is_read_whole(copied):
         assert torch.equal(saved.read("frozen", "frozen.weight"), intact.read("frozen", "frozen.weight").float())
         assert {entry.name for entry in saved.entries("buffer")} == {"seen", "mean"}
         assert saved.find("frozen", "seen") is None and not saved.find("frozen", "head.weight")
+
+
+@pytest.mark.parametrize(
+    ("section", "group", "rule"),
+    [
+        ({"type": "Adam", "params": {"lr": 1.0}}, {}, "adamw"),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, {}, "adam"),
+        ({"type": "AdamW", "params": {"adam_w_mode": False}}, {}, "adamw"),
+        ({"type": "Lamb"}, {}, "lamb"),
+        (None, {"decoupled_weight_decay": False}, "adam"),
+        (None, {"decoupled_weight_decay": True}, "adamw"),
+        (None, {"weight_decay": 0.1}, "adamw"),
+    ],
+)
+def test_the_rule_is_what_the_configuration_or_the_groups_say(section, group, rule):
+    fields = {(part, "w"): None for part in ("master", "exp_avg", "exp_avg_sq")}
+    found = Found(tensors=fields, config={"optimizer": section}, optimizer={"param_groups": [group]})
+    assert rule_of(found) == rule

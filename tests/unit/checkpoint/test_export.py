@@ -112,7 +112,7 @@ def test_a_weight_that_fp16_cannot_hold_stops_the_export(tmp_path):
     saved(tmp_path / "run", scale=1e5)
     with pytest.raises(CheckpointError, match=r"'\w+\.weight' holds .*float16 ends at 65504.*bfloat16"):
         export(tmp_path / "run", tmp_path / "out", dtype=torch.float16)
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_tied_weights_once_are_noted_in_the_metadata(tmp_path):
@@ -159,11 +159,29 @@ def test_a_damaged_checkpoint_stops_the_export_and_leaves_the_old_one(tmp_path):
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
+def test_an_export_that_fails_leaves_no_folder(tmp_path):
+    saved(tmp_path / "run")
+    payload = next((tmp_path / "run" / "one").glob("data*"))
+    raw = bytearray(payload.read_bytes())
+    raw[-1] ^= 1
+    payload.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=payload.name):
+        export(tmp_path / "run", tmp_path / "new" / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=payload.name):
+        export(tmp_path / "run", tmp_path / "empty" / "out")
+    assert (tmp_path / "empty").is_dir() and not list((tmp_path / "empty").iterdir())
+    with pytest.raises(CheckpointError, match="out='' names no folder"):
+        export(tmp_path / "run", "")
+
+
 def test_too_little_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
     saved(tmp_path / "run")
     monkeypatch.setattr(package_export.__globals__["durable"], "free_bytes", lambda path: 100)
     with pytest.raises(CheckpointError, match=r"the export needs \d+ bytes and .* has 100 left"):
         export(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 _EXPORT = """

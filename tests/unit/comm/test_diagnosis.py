@@ -21,8 +21,8 @@ def waiting(rank, *modules, waited_s=3.0, **options):
     return RankState(rank, Status.WAITING, group, len(modules) - 1, waited_s, "train.py:9 in main", groups=groups)
 
 
-def outside(rank, *modules, where="load.py:3 in read", status=Status.OUTSIDE, **kwargs):
-    return RankState(rank, status, where=where, groups=calls(*modules), **kwargs)
+def outside(rank, *modules, where="load.py:3 in read", status=Status.OUTSIDE, world_size=3, **kwargs):
+    return RankState(rank, status, where=where, groups=calls(*modules, world_size=world_size), **kwargs)
 
 
 def test_a_rank_that_never_arrived_is_named_with_its_line():
@@ -75,6 +75,15 @@ def test_a_rank_that_is_no_longer_there(status, words):
     found = diagnose([waiting(0, "a", "b"), outside(1, "a", status=status), waiting(2, "a", "b")])
     assert found.culprits == (1,)
     assert words in found.cause
+
+
+def test_the_way_out_when_a_program_ended_depends_on_the_call():
+    for call in ("engine.save", "engine.load"):
+        tag = f"{call}, which every rank has to call"
+        found = diagnose([waiting(0, "a", tag, world_size=2), outside(1, "a", status=Status.LEFT, world_size=2)])
+        assert found.way_out.startswith(f"Call {call} on every rank")
+    found = diagnose([waiting(0, "a", "b", world_size=2), outside(1, "a", status=Status.LEFT, world_size=2)])
+    assert "same number of batches" in found.way_out
 
 
 def test_a_call_made_by_one_rank_only():

@@ -83,7 +83,7 @@ REFUSED = {
     "another rule": (
         OddNet,
         {"optimizer": {"kind": "lion", "lr": 0.1}},
-        r"written by rule 'adam' and this run has 'lion'",
+        r"written by rule 'adamw' and this run has 'lion'",
     ),
 }
 
@@ -143,6 +143,73 @@ def test_an_engine_without_optimizer_takes_the_weights(saved):
 def test_unknown_parts_are_refused(saved):
     with pytest.raises(CheckpointError, match=r"parts=\['moments'\]: there are weights, optimizer"):
         engine_of().load(saved, parts=("moments",))
+
+
+ADAMS = [({"kind": "adamw", "lr": 0.1}, "adamw"), ({"kind": "adam", "lr": 0.1}, "adam")]
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 0)])
+def test_adam_and_adamw_are_two_rules_whose_state_is_the_same(first, second, tmp_path):
+    (written, was), (other, here) = ADAMS[first], ADAMS[second]
+    engine = engine_of(OddNet(), optimizer=written)
+    train(engine, batches(2))
+    engine.save(tmp_path)
+    moments = dict(engine.view("exp_avg"))
+    engine = engine_of(optimizer=other)
+    message = f"written by rule '{was}' and this run has '{here}', .* decays weights differently .strict=False accepts"
+    with pytest.raises(CheckpointError, match=message):
+        engine.load(tmp_path)
+    report = engine.load(tmp_path, strict=False)
+    assert any(f"'{was}'" in note and f"'{here}'" in note for note in report.notes)
+    assert engine._update.state_dict()["rule"] == here
+    for name, value in engine.view("exp_avg"):
+        assert torch.equal(value, moments[name])
+
+
+def test_a_torch_optimizer_has_the_rule_that_it_follows(tmp_path):
+    for make, rule in [
+        (torch.optim.Adam, "adam"),
+        (torch.optim.AdamW, "adamw"),
+        (lambda p: torch.optim.Adam(p, decoupled_weight_decay=True), "adamw"),
+    ]:
+        model = nn.Linear(3, 3)
+        engine = trilithon.initialize(model, optimizer=make(model.parameters()))
+        assert engine._update.state_dict()["rule"] == rule
+        engine.save(tmp_path, rule)
+    model = nn.Linear(3, 3)
+    engine = trilithon.initialize(model, optimizer=torch.optim.AdamW(model.parameters(), weight_decay=0.5))
+    engine.load(tmp_path, "adam", strict=False)
+    (group,) = engine._groups
+    assert group["weight_decay"] == 0 and group["decoupled_weight_decay"] is True  # its amount, this run's way
+
+
+def test_arguments_that_cannot_be_meant_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    engine = engine_of()
+    (tmp_path / "afile").write_text("x")
+    for call, message in [
+        (lambda: engine.save("folder", 5), r"tag=5 \(int\) cannot name a checkpoint"),
+        (lambda: engine.save(""), "folder='' names no folder"),
+        (lambda: engine.save(None), "folder=None is of type NoneType"),
+        (lambda: engine.load("folder", 5), r"tag=5 \(int\) cannot name a checkpoint"),
+        (lambda: engine.load(""), "folder='' names no folder"),
+        (lambda: engine.load("afile"), "afile is a file"),
+        (lambda: engine.load("nothing"), "nothing does not exist"),
+        (lambda: engine.load("afile", parts=5), r"parts=\[5\]: there are weights"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            call()
+    assert [path.name for path in tmp_path.iterdir()] == ["afile"]
+
+
+def test_the_only_checkpoint_names_its_damage_with_and_without_a_pointer(tmp_path):
+    engine = engine_of()
+    state = engine.save(tmp_path) / "state.json"
+    state.unlink()
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=rf"none that is complete\..* {state} is missing"):
+            engine.load(tmp_path)
+        (tmp_path / "latest").unlink(missing_ok=True)
 
 
 def test_settings_of_groups_come_back_by_name(tmp_path):

@@ -38,7 +38,7 @@ class Factory:
 
 @pytest.mark.parametrize(
     "config,rule",
-    [(Adam(), "adam"), (AdamW(), "adam"), (Sgd(), "sgd"), (Lion(), "lion"), (Adagrad(), "adagrad"), (Lamb(), "lamb")],
+    [(Adam(), "adam"), (AdamW(), "adamw"), (Sgd(), "sgd"), (Lion(), "lion"), (Adagrad(), "adagrad"), (Lamb(), "lamb")],
 )
 def test_every_configured_kind_has_its_rule(config: Any, rule: str) -> None:
     update = built(config)
