@@ -102,7 +102,9 @@ def run(
     ] = None,
     micro_batch: Annotated[int | None, typer.Option("--micro-batch", help="Sequences of one forward.")] = None,
     accumulation: Annotated[int | None, typer.Option("--accumulation", help="Micro-batches of a step.")] = None,
-    steps: Annotated[int | None, typer.Option("--steps", "-s", help="Updates of the weights.")] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", "-s", help="Updates of the weights, those before --resume included.")
+    ] = None,
     optimizer: Annotated[
         str | None, typer.Option("--optimizer", help="adamw, adam, sgd, lion, adagrad, lamb, onebit_adam, ...")
     ] = None,
@@ -114,7 +116,9 @@ def run(
     eval_every: Annotated[
         int | None, typer.Option("--eval-every", help="Steps between evaluations; 0: at the end.")
     ] = None,
-    eval_batches: Annotated[int | None, typer.Option("--eval-batches", help="Micro-batches of an evaluation.")] = None,
+    eval_batches: Annotated[
+        int | None, typer.Option("--eval-batches", help="Batches of 8 sequences in an evaluation, all ranks together.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder of the results. Default: runs/TIME.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run that --out holds.")] = False,
     save_every: Annotated[

@@ -66,6 +66,10 @@ class Applying:
         if self._update.synchronize(self._sharding.slices()):
             self._sharding.publish()
 
+    def abandon(self, reason: TierError) -> None:
+        """Not collective: nothing is applied any more, and nothing runs in the background when it returns."""
+        self.broken = self.broken or reason
+
     def bytes(self) -> int:
         """Kept for gradients that wait."""
         return 0
@@ -142,18 +146,25 @@ class DelayedApplying(Applying):
             if not isinstance(caught, TierError):
                 raise caught
             error = caught
-        if error is None:
-            for part in self._sharding.slices():
+        try:
+            for part in self._sharding.slices() if error is None else ():
                 assert part.low is not None
                 part.low.copy_(self._held[part.key][1])
+        except TierError as caught:  # where it rests is of no use any more
+            error = caught
         self._publish(error)
 
     def skip(self) -> None:
         self._land()
 
     def drain(self) -> None:
-        if self.broken is None:
-            self._land()
+        self._land()
+
+    def abandon(self, reason: TierError) -> None:
+        """What was computed still lands when the engine is closed, because the other ranks land it then."""
+        super().abandon(reason)
+        if self._waiting is not None:
+            self._waiting.thread.join()
 
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for pair in self._held.values() for t in pair)

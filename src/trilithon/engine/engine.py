@@ -79,8 +79,7 @@ class Engine:
         if self._applying is not None:
             parts.sharding.before_hold = self._applying.drain
         self._recompute = parts.recompute
-        self._window = _Window()
-        self._syncing, self._window_open = True, False
+        self._window, self._syncing, self._window_open = _Window(), True, False
         self._uneven = self._closed = False
         self._idle: frozenset[str] = frozenset()
         self.stateful: dict[str, Stateful] = {}
@@ -483,5 +482,6 @@ class Engine:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:  # after an error the other ranks may not take part any more
-            self.close()
+        if error is not None:  # the other ranks may not take part any more
+            return abandoned.let_go(self._sharding, self._update, self._applying, self.config.offload)
+        self.close()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from trilithon.config import OffloadConfig
 from trilithon.contracts import Collectives, StateStore
-from trilithon.engine.state_tier import check_space, free_for_state, together
+from trilithon.engine.state_tier import free_for_state, room_on_disk, together
 from trilithon.tiers import DiskStore, FileIO, ResidentStore, Staging, page_up
 from trilithon.zero.resting import OpenStores, Resting, UnitSize
 
@@ -37,23 +38,30 @@ def open_stores(settings: OffloadConfig, control: Collectives, device: torch.dev
         if on_host:
             together(lambda: free_for_state(on_host, "offload.parameters"), control)
         on_disk = [sum(map(page_up, each)) for each, tier in zip(wanted, tiers, strict=True) if tier == "disk"]
-        if on_disk:
-            assert settings.path is not None
-            path = settings.path
-            together(lambda: path.mkdir(parents=True, exist_ok=True), control)
-            check_space(path, sum(on_disk), control)
-        opened: list[StateStore | None] = []
-        try:
-            for tier, each in zip(tiers, wanted, strict=True):
-                opened.append(_store(settings, tier, each, control, device))
-        except BaseException:
-            for store in opened:
-                if store is not None:
-                    store.close()
-            raise
+        with ExitStack() as stack:
+            if on_disk:
+                assert settings.path is not None
+                stack.enter_context(room_on_disk(settings.path, sum(on_disk), control))
+            opened = _opened(settings, list(zip(tiers, wanted, strict=True)), control, device)
         return Resting(opened[0], opened[1], fallible="disk" in tiers)
 
     return make
+
+
+def _opened(
+    settings: OffloadConfig, wanted: Sequence[tuple[str, Sequence[int]]], control: Collectives, device: torch.device
+) -> list[StateStore | None]:
+    """A store for each (tier, sizes); none is left open if one cannot be."""
+    opened: list[StateStore | None] = []
+    try:
+        for tier, sizes in wanted:
+            opened.append(_store(settings, tier, sizes, control, device))
+    except BaseException:
+        for store in opened:
+            if store is not None:
+                store.close()
+        raise
+    return opened
 
 
 def _store(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,8 @@ from trilithon.contracts import Collectives, StateStore, Tag
 from trilithon.errors import ConfigError, TrilithonError
 from trilithon.optim.build import state_fields
 from trilithon.optim.groups import AnyOptimizer, Group
-from trilithon.tiers import DiskStore, FileIO, ResidentStore, SplitStore, Staging, free_bytes, page_up
+from trilithon.tiers import DiskStore, FileIO, ResidentStore, RunFolder, SplitStore, Staging, free_bytes, page_up
+from trilithon.tiers.disk import unusable
 from trilithon.tiers.host import available_host_bytes
 from trilithon.zero.masters import Placement
 
@@ -84,9 +86,8 @@ def make_placement(
     else:
         assert settings.path is not None
         path = settings.path
-        together(lambda: path.mkdir(parents=True, exist_ok=True), control)
-        check_space(path, needs.state_bytes(settings.ratio), control)
-        disk = far = together(lambda: _disk(settings, path, needs, device), control)
+        with room_on_disk(path, needs.state_bytes(settings.ratio), control):
+            disk = far = together(lambda: _disk(settings, path, needs, device), control)
         if control.rank == 0:
             _tell_rate(disk, needs.state_bytes(settings.ratio))
     store = SplitStore(ResidentStore("device"), far, near.__contains__) if settings.ratio < 1 else far
@@ -148,10 +149,26 @@ def free_for_state(wanted: int, key: str) -> None:
         )
 
 
+@contextmanager
+def room_on_disk(path: Path, wanted: int, control: Collectives) -> Iterator[None]:
+    """Collective: all ranks may write under `path` and find room there. Raises ConfigError on all of them.
+
+    A folder is made before space is measured, because what takes no files has no space either. It stays until the
+    stores that are opened inside have theirs.
+    """
+    first = together(lambda: RunFolder(path), control)
+    try:
+        check_space(path, wanted, control)
+        yield
+    finally:
+        first.close()
+
+
 def check_space(path: Path, wanted: int, control: Collectives) -> None:
     """Ranks that share a filesystem share its space."""
-    here: tuple[str, int] = (socket.gethostname(), os.stat(path).st_dev)
-    told: list[Any] = control.all_gather_object((here, wanted, free_bytes(path)), Tag("disk space"))
+    device, free = together(lambda: _measure(path), control)
+    here: tuple[str, int] = (socket.gethostname(), device)
+    told: list[Any] = control.all_gather_object((here, wanted, free), Tag("disk space"))
     short = []
     for place in dict.fromkeys(entry[0] for entry in told):
         total = sum(size for other, size, _ in told if other == place)
@@ -163,3 +180,11 @@ def check_space(path: Path, wanted: int, control: Collectives) -> None:
             f"offload.path has too little space: {'; '.join(short)}. Free space, name another folder, or lower "
             "offload.ratio."
         )
+
+
+def _measure(path: Path) -> tuple[int, int]:
+    """Number of the filesystem, and bytes free on it."""
+    try:
+        return os.stat(path).st_dev, free_bytes(path)
+    except OSError as error:
+        raise unusable(path, error) from error

@@ -20,19 +20,19 @@ def held_out_loss(
     *,
     part: tuple[int, int] | None = None,
     micro_size: int,
-    max_batches: int,
+    max_sequences: int,
     device: torch.device,
 ) -> float:
     """Mean loss in nats per token over held-out blocks, the same on every rank.
 
     loss_of: mean loss of a batch of inputs and targets [B, T]. part: index of this rank's part of the blocks and number
-    of parts, when several ranks share one. At most max_batches batches of micro_size are taken by
-    each rank, from blocks spread evenly over the text and always the same ones. Every rank computes equally many
-    batches, because at ZeRO stage 3 a forward pass is collective; a rank that runs out of blocks computes one again,
-    with weight 0.
+    of parts, when several ranks share one. micro_size: blocks of one forward. At most max_sequences blocks are taken by
+    all ranks together, spread evenly over the text and always the same ones, whatever the number of ranks.
+    Every rank computes equally many batches, because at ZeRO stage 3 a forward pass is collective; a rank that runs out
+    of blocks computes one again, with weight 0.
     """
     index, parts = part or (agreement.rank, agreement.world_size)
-    num_blocks = min(len(blocks), max_batches * micro_size * parts)
+    num_blocks = min(len(blocks), max_sequences)
     per_round = micro_size * parts
     total = weight = 0.0
     for start in range(0, num_blocks, per_round):

@@ -41,7 +41,7 @@ from trilithon.pretrain.progress import Display, human_count, make_display
 from trilithon.pretrain.records import take_back
 from trilithon.pretrain.report import Report, draw_curve, print_report
 from trilithon.pretrain.saving import Saver
-from trilithon.pretrain.settings import PretrainConfig
+from trilithon.pretrain.settings import EVAL_BATCH, PretrainConfig
 from trilithon.pretrain.start import CHECKPOINTS, CONFIG, CURVE, SAMPLE, find_start, kept_batch, results_in
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # set for each rank by torch's elastic agent
@@ -98,6 +98,7 @@ class _Job:
         ranks, written = self.data_size, config.engine.batch
         if self.past is not None:
             self.past.require_data(about_data(self.corpus.manifest))
+            self.past.require_steps(config.run.steps)
             written = kept_batch(written, self.past, ranks)
         self.batch = written.resolve(ranks)
         self.agreement.on_first_rank(self._open_folder, "pretrain.folder")
@@ -201,7 +202,7 @@ class _Job:
                 agreement,
                 part=(self.data_rank, self.data_size),
                 micro_size=self.batch.micro_size,
-                max_batches=run.eval_batches,
+                max_sequences=run.eval_batches * EVAL_BATCH,
                 device=engine.device,
             ),
             steps=run.steps,
@@ -275,6 +276,8 @@ class _Job:
 
     def _closing(self, loop: TrainLoop) -> str:
         if not loop.stopped_by:
+            if self.past is not None and self.past.step == loop.done:
+                return f"Nothing to train: all {loop.done} steps were done before. Give a larger --steps to go on."
             return f"Done after step {loop.done}."
         saved = f" Continue it with: trilithon train --resume {self.out}" if loop.saver.saved == loop.done else ""
         return f"Stopped after step {loop.done} as asked.{saved}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from trilithon.checkpoint import open_checkpoint
 from trilithon.data.token_cache import Manifest
-from trilithon.errors import CheckpointError, DataError
+from trilithon.errors import CheckpointError, ConfigError, DataError
 from trilithon.pretrain.start import Start
 
 CLIENT_KEY = "pretrain"  # in a checkpoint's client_state
@@ -46,6 +46,15 @@ class Past:
             raise DataError(
                 f"The checkpoint was trained on other data: {'; '.join(changed)}. Give the same --data, --suffix, "
                 "--tokenizer, --vocab, --max-tokens and --held-out as that run, or begin a new one."
+            )
+
+    def require_steps(self, steps: int) -> None:
+        """Raises ConfigError if a run of `steps` steps would have ended before this checkpoint was saved."""
+        if steps < self.step:
+            raise ConfigError(
+                f"the checkpoint is at step {self.step}, behind the last of --steps {steps}, which counts from the "
+                f"beginning of the run. Give --steps {self.step + steps} to train {steps} more, or --steps {self.step} "
+                "to leave results without training."
             )
 
 

@@ -93,7 +93,8 @@ class RunConfig(Section):
     eval_every: Count = 100
     """Steps between two evaluations on held-out text. 0: only at the end."""
     eval_batches: Positive = 8
-    """Micro-batches of one evaluation on each rank."""
+    """Batches of one evaluation, each of 8 sequences whatever the batch and the number of ranks, so that every run on
+    this text is measured on the same sequences."""
     out: Path | None = None
     """Folder for metrics, curve and weights. null: runs/ and the time of the start."""
     overwrite: Flag = False
@@ -132,6 +133,7 @@ class PretrainConfig(Section):
     """Everything the engine is told."""
 
 
+EVAL_BATCH = 8  # sequences, of which `run.eval_batches` counts
 _DECAYING = ("cosine", "linear", "polynomial")
 _OWN: dict[str, type[Section]] = {"data": DataConfig, "model": ModelConfig, "run": RunConfig}
 

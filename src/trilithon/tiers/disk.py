@@ -2,6 +2,7 @@
 
     <path>/trilithon-<host>-<process>-<random>/     the files
     <path>/trilithon-<host>-<process>-<random>.lock held with flock as long as the owner lives
+    <path>/.trilithon-made                          where <path> itself was made here, and goes with its last folder
 
 The system drops the lock when its holder dies, however it dies, so whoever gets the lock of another folder knows that
 nobody uses it any more and removes it. Two jobs given one path never touch each other's files. What lies here is
@@ -11,6 +12,7 @@ scratch: a checkpoint is what survives.
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import os
@@ -20,6 +22,7 @@ import shutil
 import socket
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,34 +39,80 @@ except ImportError:  # not a POSIX system
 
 logger = logging.getLogger(__name__)
 
-_PREFIX = "trilithon-"
+_PREFIX, _MADE = "trilithon-", ".trilithon-made"
 _PROBE_BYTES = 8 << 20
 
 
 class RunFolder:
     """Made at once, with what dead runs left under `path` removed. Use `folder`; `close` removes it.
 
-    Raises ConfigError if nothing can be written under `path`.
+    `path` itself is made if its parent exists, and then removed with the last folder in it. Raises ConfigError if
+    nothing can be written under `path`.
     """
 
     def __init__(self, path: Path) -> None:
         if fcntl is None:
             raise ConfigError("state on disk needs file locks (flock), which this system does not have.")
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            self.removed = remove_dead(path)
-            self.folder, lock = _claim(path)
+            self.removed, self.folder, lock = _enter(path)
         except OSError as error:
-            raise ConfigError(
-                f"offload.path={str(path)!r} cannot be used: {error.strerror or error} ({error.filename or path}). "
-                "Name a folder on a local disk that this process may write to."
-            ) from error
+            _leave(path)
+            raise unusable(path, error) from error
         if self.removed:
             logger.info("removed what %d dead runs had left in %s", len(self.removed), path)
         self._end = weakref.finalize(self, _remove, self.folder, lock, os.getpid())  # also when the process exits
 
     def close(self) -> None:
         self._end()
+
+
+def unusable(path: Path, error: OSError) -> ConfigError:
+    """What a user is told about a folder for scratch."""
+    missing = not path.parent.exists()
+    reason = f"{error.strerror or error} ({error.filename or path})"
+    return ConfigError(
+        f"offload.path={str(path)!r} cannot be used: "
+        + (f"the folder {str(path.parent)!r} does not exist. Make it, or name" if missing else f"{reason}. Name")
+        + " a folder on a local disk that this process may write to."
+    )
+
+
+def _enter(path: Path) -> tuple[list[Path], Path, int]:
+    """(folders of the dead that were removed, a new folder, its lock). Tried again if another run takes `path` away."""
+    for attempt in itertools.count():
+        try:
+            _make(path)
+            return remove_dead(path), *_claim(path)
+        except FileNotFoundError:
+            if attempt == 9 or not path.parent.exists():
+                raise
+    raise AssertionError("endless")
+
+
+def _make(path: Path) -> None:
+    """Only the last level: a parent that is not there is more often a slip of the pen than a wish."""
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
+    else:
+        (path / _MADE).touch()
+
+
+def _leave(path: Path) -> None:
+    """Remove `path` if it was made here and holds nothing any more."""
+    try:
+        if os.listdir(path) != [_MADE]:
+            return
+        (path / _MADE).unlink()
+    except OSError:
+        return  # another rank was faster
+    try:
+        path.rmdir()
+    except OSError:  # somebody came in between; it goes with them
+        with suppress(OSError):
+            (path / _MADE).touch()
 
 
 def _claim(path: Path) -> tuple[Path, int]:
@@ -141,6 +190,7 @@ def _remove(folder: Path, lock: int, owner: int) -> None:
         return
     shutil.rmtree(folder, ignore_errors=True)
     folder.with_suffix(".lock").unlink(missing_ok=True)
+    _leave(folder.parent)
     try:
         os.close(lock)
     except OSError as error:

@@ -109,6 +109,7 @@ class DiskStore:
         self._writing: dict[str, list[Ticket]] = {}
         self._failed = threading.Lock()
         self._failure: TierError | None = None
+        self._closed = False
 
     @property
     def folder(self) -> Path:
@@ -142,7 +143,7 @@ class DiskStore:
             if isinstance(error, TierError):
                 self._fail(error)
             raise
-        if write:
+        if write and not self._closed:
             self._save(key, loaded, here, state)
         else:
             loaded.release()
@@ -266,7 +267,8 @@ class DiskStore:
         return {"disk": self._end, "host": self._staging.mapped_bytes}
 
     def close(self) -> None:
-        """Waits for what is in flight and removes the files."""
+        """Waits for what is in flight and removes the files. Idempotent; what is asked for later raises TierError."""
+        self._closed = True
         self._io.close()
         file = getattr(self, "_file", None)
         if file is not None:
@@ -275,6 +277,8 @@ class DiskStore:
         self._staging.close()
         for table in ("_records", "_loaded", "_writing"):
             getattr(self, table, {}).clear()
+        gone = f"what {self._run.folder} held was removed when its engine ended: go on from a checkpoint."
+        self._failure = getattr(self, "_failure", None) or TierError(gone)
 
 
 __all__ = ["DiskStore", "Part", "Probe"]

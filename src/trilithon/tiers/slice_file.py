@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trilithon.errors import TierError
-from trilithon.tiers.disk import RunFolder
+from trilithon.tiers.disk import RunFolder, unusable
 from trilithon.tiers.resident import resident
 
 
@@ -25,7 +25,11 @@ class SliceFile(MutableMapping[int, Tensor]):
     def __init__(self, path: Path) -> None:
         self._run = RunFolder(path)
         self._path = self._run.folder / "slices"
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            self._run.close()
+            raise unusable(path, error) from error
         self._places: dict[int, tuple[int, int, torch.dtype]] = {}  # offset and elements
         self._end = 0
 

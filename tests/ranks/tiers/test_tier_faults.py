@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,8 +142,18 @@ def test_short_reads_and_writes_change_nothing(tmp_path):
 @ranks(2)
 def test_a_folder_or_a_disk_that_does_not_do_is_refused_before_training_on_all_ranks(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"rank 0: .*file"):
-        engine_on(tmp_path / "file", 2)
+    for path, reason in (("file", "Not a directory"), ("no/where", "the folder '.*no' does not exist. Make it, or")):
+        with pytest.raises(ConfigError, match=rf"rank 0: offload\.path='.*{path}' cannot be used: {reason}.*ame a fol"):
+            engine_on(tmp_path / path, 2)
+        with pytest.raises(ConfigError, match=rf"rank 1: offload\.path='.*{path}' cannot be used: {reason}.*ame a fol"):
+            engine_on(tmp_path / path, 3, state="device", parameters="disk")
+    if Path("/proc").exists():  # where nobody can make a folder, though it has "no space" either
+        with pytest.raises(
+            ConfigError, match=r"rank 0: offload\.path='/proc/foo' cannot be used: No such file.*Name a"
+        ):
+            engine_on(Path("/proc/foo"), 2)
+        with pytest.raises(ConfigError, match=r"rank 0: offload\.path='/proc' cannot be used: .*Name a folder"):
+            engine_on(Path("/proc"), 2)
     real = os.posix_fallocate
     if dist.get_rank() == 1:
         os.posix_fallocate = failing(real, errno.ENOSPC)
@@ -170,7 +181,50 @@ def test_a_folder_or_a_disk_that_does_not_do_is_refused_before_training_on_all_r
     finally:
         state_tier.available_host_bytes = available
     dist.barrier()
-    assert list((tmp_path / "disk").iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "offload",
+    [
+        {},
+        {"delayed_update": True, "delay_after_steps": 1},
+        {"ratio": 0.5},
+        {"parameters": "disk", "gradients": "disk"},
+        {"state": "device", "parameters": "disk"},
+    ],
+    ids=lambda offload: "-".join(offload) or "state",
+)
+def test_an_error_inside_the_context_removes_the_files_of_the_rank_that_met_it(tmp_path, offload):
+    """Without a collective: rank 1 goes on training and closes as ever."""
+    path, engine = tmp_path / "disk", engine_on(tmp_path / "disk", 3, **offload)
+    train(engine, 3)
+    mine = f"-{os.getpid()}-"
+    if engine.rank == 0:
+        with pytest.raises(ZeroDivisionError), engine:
+            raise ZeroDivisionError
+        assert not [found for found in path.iterdir() if mine in found.name]
+        assert not [thread for thread in threading.enumerate() if "trilithon-d" in thread.name], "disk and delay"
+        with pytest.raises(TierError, match=r"removed.*(go on|checkpoint)"):
+            engine.eval_step(BATCHES[0][0])
+    else:
+        assert [found for found in path.iterdir() if mine in found.name]
+    dist.barrier()
+    engine.close()
+    engine.close()
+    dist.barrier()
+    assert not list(tmp_path.iterdir())
+
+
+@ranks(1)
+def test_an_engine_in_memory_can_be_saved_after_an_error(tmp_path):
+    config = {"zero": {"stage": 2}, "optimizer": {"kind": "adamw"}, "offload": {"state": "host"}}
+    with pytest.raises(ZeroDivisionError), trilithon.initialize(MLP(), config) as engine:
+        raise ZeroDivisionError
+    train(engine, 1)
+    engine.save(tmp_path)
+    engine.close()
 
 
 @ranks(1, timeout_s=90)

@@ -50,7 +50,7 @@ def test_the_mean_is_that_of_all_tokens_for_any_number_of_ranks(world_size, num_
             count[0] += 1
             return token_mean(inputs, targets)
 
-        held_out_loss(loss_of, data, Agreement(group), micro_size=2, max_batches=100, device=CPU)
+        held_out_loss(loss_of, data, Agreement(group), micro_size=2, max_sequences=200, device=CPU)
         totals += group.sums
         calls.append(count[0])
     expected = sum(float(data[i][1].double().mean()) for i in range(num_blocks)) / num_blocks
@@ -61,9 +61,20 @@ def test_the_mean_is_that_of_all_tokens_for_any_number_of_ranks(world_size, num_
 
 def test_a_limit_takes_blocks_from_all_over_the_text():
     alone = Agreement(Group(None, name="test"))
-    loss = held_out_loss(token_mean, blocks(12), alone, micro_size=2, max_batches=2, device=CPU)
+    loss = held_out_loss(token_mean, blocks(12), alone, micro_size=2, max_sequences=4, device=CPU)
     data = blocks(12)
     assert loss == pytest.approx(sum(float(data[i][1].double().mean()) for i in (0, 3, 6, 9)) / 4)
+
+
+@pytest.mark.parametrize(("world_size", "micro_size"), [(1, 2), (2, 2), (3, 1), (2, 8)])
+def test_a_limit_takes_the_same_blocks_for_any_number_of_ranks(world_size, micro_size):
+    data, totals = blocks(23), torch.zeros(2, dtype=torch.float64)
+    for rank in range(world_size):
+        group = OneOfMany(rank, world_size)
+        held_out_loss(token_mean, data, Agreement(group), micro_size=micro_size, max_sequences=5, device=CPU)
+        totals += group.sums
+    expected = sum(float(data[i * 23 // 5][1].double().sum()) for i in range(5))
+    assert totals.tolist() == pytest.approx([expected, 20], rel=1e-12)
 
 
 class Corpus:

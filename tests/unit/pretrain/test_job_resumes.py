@@ -184,3 +184,15 @@ def test_a_run_with_checkpoints_is_not_overwritten(source, tmp_path):
     run(settings(source, out, **{"run.save_every": 2, "run.steps": 2}))
     with pytest.raises(ConfigError, match=r"or --resume .* to continue it"):
         run(settings(source, out))
+
+
+def test_a_checkpoint_behind_the_last_step_is_told(source, tmp_path, capsys):
+    out = tmp_path / "out"
+    run(settings(source, out, **{"run.save_every": 4, "run.steps": 4}))
+    before = records(out)
+    again = {"run.resume": str(out)}
+    with pytest.raises(ConfigError, match=r"is at step 4, behind the last of --steps 3.*--steps 7 to train 3 more"):
+        run(settings(source, out, **again, **{"run.steps": 3}))
+    assert records(out) == before
+    assert run(settings(source, out, **again, **{"run.steps": 4, "monitor.quiet": False})).steps == 4
+    assert "Nothing to train: all 4 steps were done before. Give a larger --steps" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ import sys
 import pytest
 
 from trilithon.errors import ConfigError, TierError
-from trilithon.tiers import PAGE, File, FileIO, RunFolder, Staging
+from trilithon.tiers import PAGE, File, FileIO, RunFolder, Staging, disk
 from trilithon.tiers.disk import open_tier_file
 
 HOLD = """
@@ -85,6 +86,47 @@ def test_files_of_others_stay(tmp_path):
     (tmp_path / "data").mkdir()
     RunFolder(tmp_path).close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "trilithon-notes.txt"]
+
+
+def test_a_folder_that_was_made_goes_with_its_last_user(tmp_path):
+    path = tmp_path / "made"
+    first, second = RunFolder(path), RunFolder(path)
+    first.close()
+    assert path.exists() and second.folder.exists()
+    second.close()
+    assert not path.exists()
+    RunFolder(path).close()
+    assert not path.exists() and tmp_path.exists()
+
+
+def test_a_folder_that_was_there_or_holds_more_stays(tmp_path):
+    RunFolder(tmp_path).close()
+    path = tmp_path / "made"
+    run = RunFolder(path)
+    (path / "notes.txt").write_text("mine")
+    run.close()
+    assert (path / "notes.txt").exists() and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_whose_parent_is_missing_is_refused_and_nothing_is_made(tmp_path):
+    with pytest.raises(ConfigError, match=r"offload\.path='.*nope/deep' cannot be used: the folder '.*nope' does not"):
+        RunFolder(tmp_path / "nope" / "deep")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_taken_away_meanwhile_is_made_again(tmp_path, monkeypatch):
+    path, plain, calls = tmp_path / "made", disk.remove_dead, []
+
+    def remove_dead(folder):
+        if not calls:
+            calls.append(shutil.rmtree(folder))
+        return plain(folder)
+
+    monkeypatch.setattr(disk, "remove_dead", remove_dead)
+    run = RunFolder(path)
+    assert run.folder.exists() and calls
+    run.close()
+    assert not path.exists()
 
 
 def test_a_fork_that_exits_takes_nothing_along(tmp_path):
