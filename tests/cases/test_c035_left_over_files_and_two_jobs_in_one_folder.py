@@ -55,7 +55,7 @@ def test_after_a_kill_a_run_with_other_shapes_starts_clean(tmp_path):
     assert list((tmp_path / "used").glob("*/state")), "the killed run left nothing, so nothing is tested"
     found, expected = (run_ranks(clean_run, 2, tmp_path / name, 96) for name in ("used", "fresh"))
     assert equal(found[0], expected[0])
-    assert list((tmp_path / "used").iterdir()) == []
+    assert not (tmp_path / "used").exists()
 
 
 def both_jobs(folder: Path, alone: Path) -> bool:
@@ -74,4 +74,4 @@ def both_jobs(folder: Path, alone: Path) -> bool:
 
 def test_two_jobs_in_one_folder_train_as_if_alone(tmp_path):
     assert run_ranks(both_jobs, 2, tmp_path / "shared", tmp_path / "alone") == [True, True]
-    assert list((tmp_path / "shared").iterdir()) == []
+    assert not (tmp_path / "shared").exists()

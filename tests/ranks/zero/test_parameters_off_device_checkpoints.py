@@ -82,4 +82,4 @@ def test_a_tiled_model_is_saved_under_the_names_of_the_plain_one(world_size: int
                 if part != "param":
                     assert torch.equal(reader.read(part, entry.name), whole[entry.name]), entry.name
     torch.distributed.barrier()
-    assert not os.listdir(tmp_path / "tiers")
+    assert not (tmp_path / "tiers").exists()
