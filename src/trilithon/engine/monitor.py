@@ -31,7 +31,7 @@ from trilithon.config import MonitorConfig
 from trilithon.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trilithon.engine.engine import Engine
+    from trilithon.engine.training import Training
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class Monitor:
             step, type(sink).__name__, self._folder, error.strerror,
         )  # fmt: skip
 
-    def record_step(self, engine: Engine) -> None:
+    def record_step(self, engine: Training) -> None:
         """What an engine writes about the step that was just applied, at the rate it used."""
         values = {"loss": engine.loss, "grad_norm": engine.grad_norm, "clip_factor": engine.clip_factor}
         rates = {f"lr/{index}" if index else "lr": rate for index, rate in enumerate(engine.lr)}

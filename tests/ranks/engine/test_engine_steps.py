@@ -176,7 +176,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_is_named(precision, w
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("trilithon.engine.engine").addHandler(handler)
+    logging.getLogger("trilithon.engine.training").addHandler(handler)
     batches = vector_batches(3, 2 * world_size, 2)
     name = precision if isinstance(precision, str) else "fp16"
     reference = train_plainly(Breaks, batches, world_size) if name == "fp32" else None
