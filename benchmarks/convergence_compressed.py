@@ -52,9 +52,9 @@ def rule(name: str, steps: int) -> dict[str, Any]:
             return {"kind": kind, **LAMB}
         case "onebit_lamb":
             return {"kind": kind, **LAMB, "freeze_step": freeze}
-        case "zero_one_adam":  # the published policy, its periods shortened as the run is
-            local = {"local_step_scaler": max(round(0.2 * steps), 1), "local_step_clipper": 4}
-            return {"kind": kind, **ADAM, "var_freeze_step": freeze, "var_update_scaler": 16, **local}
+        case "zero_one_adam":  # a phase A this short has no steps of the variance to spare: all of it is full precision
+            local = {"local_step_scaler": freeze, "local_step_clipper": 4}
+            return {"kind": kind, **ADAM, "var_freeze_step": freeze, "full_precision_warmup": freeze, **local}
         case "apmsqueeze":
             by = {"quant4": {"kind": "quant", "bits": 4}, "topk10%": {"kind": "topk", "ratio": 0.1}}[compressor]
             return {"kind": kind, **ADAM, "freeze_step": freeze, "compressor": by}
