@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from trilithon.contracts import Collectives, Tag
 from trilithon.parallel.moe.gate import Choice
 
 
@@ -119,37 +118,6 @@ class _Combine(Function):
         return (grad_rows * weight_of).to(rows_NM.dtype), torch.stack(columns, 1), None
 
 
-class _Exchange(Function):
-    """rows [n, M] to their ranks; send, receive: rows for and from each. Backward sends them back."""
-
-    @staticmethod
-    def forward(  # noqa: PLR0917 (autograd passes by position)
-        ctx: Any, rows: Tensor, group: Collectives, send: list[int] | None, receive: list[int] | None, tag: Tag
-    ) -> Tensor:
-        ctx.group, ctx.send, ctx.receive, ctx.tag = group, send, receive, tag
-        return _all_to_all(rows, group, send, receive, tag)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        tag = Tag(f"{ctx.tag.module}, backward", ctx.tag.parameters)
-        return _all_to_all(grad, ctx.group, ctx.receive, ctx.send, tag), None, None, None, None
-
-
-def _all_to_all(
-    rows: Tensor, group: Collectives, send: list[int] | None, receive: list[int] | None, tag: Tag
-) -> Tensor:
-    width = rows.shape[-1]
-    rows = rows.contiguous()
-    if send is None or receive is None:
-        out = torch.empty_like(rows)
-        group.all_to_all(out, rows, tag).wait()
-        return out
-    out = rows.new_empty(sum(receive), width)
-    group.all_to_all(out, rows, tag, receive=[n * width for n in receive], send=[n * width for n in send]).wait()
-    return out
-
-
 class _Reorder(Function):
     """rows[order]; order is a permutation and `inverse` undoes it."""
 
@@ -173,15 +141,6 @@ def scatter(x_SM: Tensor, rows: Rows) -> Tensor:
 def combine(rows_NM: Tensor, weights_SK: Tensor, rows: Rows) -> Tensor:
     """[N, M], [S, K] -> [S, M]: a token without a kept choice gets exactly zero."""
     out: Tensor = _Combine.apply(rows_NM, weights_SK, rows)
-    return out
-
-
-def exchange(
-    rows: Tensor, group: Collectives, tag: Tag, send: list[int] | None = None, receive: list[int] | None = None
-) -> Tensor:
-    """[n, M] -> [m, M], differentiable: rows in order of the rank they go to become rows in order of the rank they come
-    from. send, receive: how many; None for equal parts. Every rank of the group calls it, also with no row."""
-    out: Tensor = _Exchange.apply(rows, group, send, receive, tag)
     return out
 
 

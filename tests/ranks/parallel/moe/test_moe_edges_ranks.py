@@ -291,7 +291,7 @@ def test_state_off_the_device_trains_to_the_same_bits(world_size, state, tmp_pat
 
 @ranks(2)
 def test_what_does_not_go_together_is_refused_before_anything_is_sent(world_size):
-    with pytest.raises(ConfigError, match=r"moes\.0: ep_size=4 does not divide the 2 data-parallel ranks.*1, 2"):
+    with pytest.raises(ConfigError, match=r"moes\.0: ep_size=4 does not divide the 2 ranks that train the layer.*1, 2"):
         engine_for(Mixed(ep_sizes=(4,)))
     with pytest.raises(ConfigError, match="onebit_adam exchanges gradients over all"):
         engine_for(Mixed(ep_sizes=(2,)), stage=1, optimizer="onebit_adam")
