@@ -23,7 +23,7 @@ from trilithon.comm.mesh import init_distributed, rendezvous_store
 from trilithon.comm.watchdog import Watchdog
 from trilithon.config import Bf16, Config, Fp16, Fp32
 from trilithon.contracts import Precision, Tag, Update
-from trilithon.engine import capabilities, parameter_tier, state_tier
+from trilithon.engine import capabilities, expert_capabilities, parameter_tier, state_tier
 from trilithon.engine.allocator import keep_freed_memory
 from trilithon.engine.engine import Engine
 from trilithon.engine.experts import SpreadExperts, find_experts
@@ -96,8 +96,10 @@ def initialize(
     axes = resolve_axes(settings, mesh)
     capabilities.require_no_tiles(axes, settings.zero)
     experts = find_experts(model, axes, settings.moe)
+    if experts.layers:
+        expert_capabilities.require_mesh_for_experts(settings, axes)
     if isinstance(chosen, OptimizerSettings):
-        capabilities.require_rule_for_experts(chosen.kind, experts.degrees)
+        expert_capabilities.require_rule_for_experts(chosen.kind, experts.degrees)
         capabilities.require_rule_for_mesh(chosen.kind, axes)
     topology = make_topology(settings, axes, mesh, ledger, _watchdog(settings), device)
     comm = topology.comm

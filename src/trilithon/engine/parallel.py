@@ -17,7 +17,7 @@ from trilithon.config import TensorConfig
 from trilithon.config.mesh import REPLICAS
 from trilithon.contracts import ReduceOp, Tag
 from trilithon.engine.topology import Topology
-from trilithon.errors import ConfigError, ProtocolError
+from trilithon.errors import ProtocolError
 from trilithon.parallel import ParameterSlice
 from trilithon.parallel.dropout import place_dropouts
 from trilithon.parallel.sequence.modules import cut_sequences, join_sequences
@@ -140,11 +140,6 @@ class Parallel:
             assemble = partial(self._cutting.whole, name) if name in self.slices else None
             held = cut if name in self.slices else summed if name in self._cutting.summed else whole
             found[id(param)] = RankPlacement(held, assemble=assemble)
-        if others and self._cutting.cut_norms:
-            raise ConfigError(
-                "tensor.cut_norms gives tensor ranks different tokens, and the experts of this model take them to have "
-                "the same ones. Leave tensor.cut_norms out."
-            )
         for key, place in others.items():
             found[key] = place if place.replicas is not None else replace(place, replicas=whole)
         return found

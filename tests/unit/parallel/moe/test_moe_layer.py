@@ -270,8 +270,6 @@ def test_settings_that_do_not_fit_are_refused_together():
         MoE(M, nn.GELU(), E)
     with pytest.raises(ConfigError, match="keep their shape"):
         MoE(M, nn.Linear(M, M + 1), E, k=1)(torch.randn(3, M))
-    with pytest.raises(ConfigError, match="tensor-sliced"):
-        MoE(M, EXPERTS["gelu"](), E, enable_expert_tensor_parallelism=True)
 
 
 def test_a_copied_or_saved_layer_is_a_layer(tmp_path):
