@@ -154,10 +154,9 @@ class SpreadExperts:
         """By name, the parameters in which experts lie one after the other."""
         found: dict[str, Stack] = {}
         for name, layer in self.layers.items():
-            experts = layer.experts
-            for own, param in experts.named_parameters():
+            for own, param in layer.experts.named_parameters():
                 whole = f"{name}.experts.{own}" if name else f"experts.{own}"
-                found[whole] = Stack(experts.first, layer.num_experts, math.prod(param.shape[1:]))
+                found[whole] = Stack(layer.num_experts, math.prod(param.shape[1:]))
         return found
 
     def weigh(self, factor: float) -> None:

@@ -14,9 +14,8 @@ from trilithon.contracts import Shard
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A parameter [members here, ...]: this rank's are [first, first + ...) of `members`, `numel` elements each."""
+    """A parameter [members, ...], `numel` elements each. Shards count in the whole of it, whatever a rank holds."""
 
-    first: int
     members: int
     numel: int
 
@@ -56,5 +55,5 @@ class NormTable:
         while at < end:
             member = at // stack.numel
             stop = min(end, (member + 1) * stack.numel)
-            yield row + stack.first + member, at + shift, stop + shift
+            yield row + member, at + shift, stop + shift
             at = stop

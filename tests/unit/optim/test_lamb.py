@@ -80,14 +80,14 @@ def test_the_vector_that_ranks_add_has_two_numbers_per_parameter_in_the_agreed_o
 
 
 def test_a_stack_has_a_row_for_each_member_and_a_shard_is_cut_where_one_ends() -> None:
-    """Members 2 and 3 of four are here, ten elements each; the shard begins in the middle of the first of them."""
-    table = NormTable(["a", "s", "z"], {"s": Stack(2, 4, 10)})
+    """Four members of ten elements each; this rank's shard begins in the middle of the third of them."""
+    table = NormTable(["a", "s", "z"], {"s": Stack(4, 10)})
     assert table.labels == ["a", "s[0]", "s[1]", "s[2]", "s[3]", "z"] and len(table) == 6
     assert table.parameters == ["a", "s", "s", "s", "s", "z"]
     assert list(table.rows("s")) == [1, 2, 3, 4] and list(table.rows("z")) == [5]
-    shape = torch.Size((2, 10))
-    assert list(table.parts(Shard("s", 4, 13, 100, shape))) == [(3, 100, 106), (4, 106, 113)]
-    assert list(table.parts(Shard("s", 10, 10, 0, shape))) == [(4, 0, 10)]
+    shape = torch.Size((4, 10))
+    assert list(table.parts(Shard("s", 24, 13, 100, shape))) == [(3, 100, 106), (4, 106, 113)]
+    assert list(table.parts(Shard("s", 10, 10, 0, shape))) == [(2, 0, 10)]
     assert list(table.parts(Shard("z", 3, 5, 7, torch.Size((9,))))) == [(5, 7, 12)]
 
 
@@ -97,7 +97,7 @@ def test_a_stack_moves_as_its_members_by_themselves_would() -> None:
     members = [torch.randn(40) * scale for scale in (0.1, 1.0, 10.0)]
     single = flat_slice({f"m{i}": value.clone() for i, value in enumerate(members)})
     stacked = flat_slice({"s": torch.cat(members)})
-    rules = Lamb([group], ["m0", "m1", "m2"]), Lamb([group], ["s"], stacks={"s": Stack(0, 3, 40)})
+    rules = Lamb([group], ["m0", "m1", "m2"]), Lamb([group], ["s"], stacks={"s": Stack(3, 40)})
     whole = Lamb([group], ["s"]), flat_slice({"s": torch.cat(members)})
     for step in (1, 2):
         grad = torch.randn(120)
