@@ -139,5 +139,5 @@ class _Blocks(Function):
             grad_up = grad_inner.mul_(ACTIVATIONS[ctx.activation](gate))
             grad_x, grad_uw, grad_ub = _linear_backward(grad_up, x, counts, up_w, (needs[0], needs[3], needs[4]))
             more, grad_gw, grad_gb = _linear_backward(grad_gate, x, counts, gate_w, (needs[0], needs[7], needs[8]))
-            grad_x = grad_x.add_(more) if grad_x is not None else None
+            grad_x = grad_x.add_(more) if grad_x is not None and more is not None else None
         return grad_x, None, None, grad_uw, grad_ub, grad_dw, grad_db, grad_gw, grad_gb

@@ -35,9 +35,6 @@ def test_the_draws_of_a_rank_are_the_same_at_every_degree(world_size, chance):
     for losses, kept in found[1:]:
         assert kept == found[0][1]
         assert losses == pytest.approx(found[0][0], abs=1e-12)
-    everyone = [None] * world_size
-    dist.all_gather_object(everyone, found[0][1])
-    assert len({str(one) for one in everyone}) == world_size  # other tokens, other draws
 
 
 class Padded(Mixed):
