@@ -84,6 +84,20 @@ def deepspeed_reference() -> str:
     return "\n".join(["| key | what becomes of it |", "| --- | --- |", *rows]) + "\n"
 
 
+def deepspeed_names() -> str:
+    """The keys of a DeepSpeed file that have a native name, as one Markdown table; optimizers and schedulers apart."""
+    rows = [f"| `{key}` | `{entry.key}` |" for key, entry in _mapped(TABLE, "")]
+    return "\n".join(["| DeepSpeed | here |", "| --- | --- |", *rows]) + "\n"
+
+
+def _mapped(table: Mapping[str, Entry], prefix: str) -> Iterator[tuple[str, To]]:
+    for name, entry in table.items():
+        if isinstance(entry, To):
+            yield prefix + name, entry
+        elif isinstance(entry, Block):
+            yield from _mapped(entry.keys, f"{prefix}{name}.")
+
+
 def _prose(section: type[Section]) -> str:
     paragraphs = (section.__doc__ or "").strip().split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
