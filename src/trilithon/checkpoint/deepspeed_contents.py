@@ -22,15 +22,15 @@ from trilithon.checkpoint.deepspeed_write import LAYOUT_RELEASE, loss_scaler
 Shapes = OrderedDict[str, torch.Size]
 
 
-def sub_groups(source: Source, stage: int, limit: int) -> list[tuple[int, Shapes]]:
-    """(parameter group, shapes) in the order of the flat tensors. Stage 3 begins another one once `limit` elements are
-    reached; stages 1 and 2 have one for each group."""
+def sub_groups(source: Source, stage: int, ranks: int, limit: int) -> list[tuple[int, Shapes]]:
+    """(parameter group, shapes) in the order of the flat tensors. Stage 3 begins another one once a rank's shares have
+    reached `limit` elements; stages 1 and 2 have one for each group."""
     found: list[tuple[int, Shapes]] = []
     for index, group in enumerate(source.groups):
         shapes: Shapes = OrderedDict()
         for name, shape in group.shapes.items():
             shapes[name] = shape
-            if stage == 3 and sum(map(math.prod, shapes.values())) >= limit:
+            if stage == 3 and sum(-(-math.prod(shape) // ranks) for shape in shapes.values()) >= limit:
                 found.append((index, shapes))
                 shapes = OrderedDict()
         if shapes or (stage < 3 and not group.shapes):

@@ -77,7 +77,7 @@ def export_deepspeed(
         name = out_tag or f"global_step{steps}{'_universal' if universal else ''}"
         if (target / name).exists():
             raise CheckpointError(f"{target / name} is there already. Choose another folder, or another out_tag.")
-        cut = sub_groups(source, stage, sub_group_numel)
+        cut = sub_groups(source, stage, count, sub_group_numel)
         planned = _universal_files(source, stage, count, cut) if universal else _files(source, stage, count, cut)
         written = _write(target, name, planned)
     pointer = "latest_universal" if universal else "latest"
@@ -133,7 +133,8 @@ def _universal_files(source: Source, stage: int, ranks: int, cut: list[tuple[int
                 values = source.values(part, one, 0, math.prod(shape))
                 content = values if stage == 3 else {"cat_dim": 0, "param": values.view(shape)}
                 yield f"zero/{name}/{'fp32' if part == 'master' else part}.pt", content
-            yield f"zero/{name}/step.pt", torch.tensor(float(source.updates))
+            if stage < 3:  # there it stands in optimizer_state.pt
+                yield f"zero/{name}/step.pt", torch.tensor(float(source.updates))
     for entry in source.reader.entries("frozen") if stage < 3 else ():
         yield f"zero/{entry.name}/fp32.pt", {"param": source.read(entry).float()}
 

@@ -77,7 +77,7 @@ class Middle(nn.Module):
         self.register_buffer("offset", torch.linspace(0, 1, WIDTH))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.linear(self.norm(hidden)).tanh() + self.offset
+        return hidden + self.linear(self.norm(hidden)).tanh() + self.offset.to(hidden.dtype)
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -85,25 +85,21 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Straight(nn.Module):
-    """The pipeline's layers on one process, under the names that a pipeline gives to parameters. tied: the head is."""
+    """The pipeline's layers on one process: each under its number, a tied one under the first of its numbers."""
 
     def __init__(self, layers: int, *, tied: bool) -> None:
         super().__init__()
-        self.tied = tied
-        if tied:
-            self.tied_modules = nn.ModuleDict({"embed": Embed()})
-        else:
-            self.add_module("0", Embed())
+        self.tied, self.count = tied, layers
+        self.add_module("0", Embed())
         for index in range(1, layers + 1):
             self.add_module(str(index), Middle())
         if not tied:
             self.add_module(str(layers + 1), nn.Linear(WIDTH, VOCABULARY))
-        self.count = layers
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        embed = self.tied_modules["embed"] if self.tied else self.get_submodule("0")
+        embed = self.get_submodule("0")
         hidden = embed(tokens)
         for index in range(1, self.count + 1):
             hidden = self.get_submodule(str(index))(hidden)
-        last = self.get_submodule(str(self.count + 1)) if not self.tied else None
-        return loss_of(project(embed, hidden) if last is None else last(hidden), targets)
+        logits = project(embed, hidden) if self.tied else self.get_submodule(str(self.count + 1))(hidden)
+        return loss_of(logits, targets)

@@ -42,7 +42,8 @@ def apart(mine, theirs, where=""):
         return [place for i, (a, b) in enumerate(zip(mine, theirs)) for place in apart(a, b, f"{where}[{i}]")]
     if type(theirs).__module__.startswith("trilithon") and not isinstance(theirs, Stage):
         return ([] if type(mine) is type(theirs) else [f"{where} type"]) + apart(vars(mine), vars(theirs), where)
-    alike = mine == theirs and (type(mine) is type(theirs) or isinstance(theirs, float))
+    numbers = isinstance(mine, int | float) and isinstance(theirs, int | float) and not isinstance(theirs, bool)
+    alike = mine == theirs and (type(mine) is type(theirs) or numbers)
     return [] if alike else [where]
 
 
@@ -71,7 +72,12 @@ def test_files_hold_what_deepspeed_itself_wrote(case, options, tmp_path):
     for name in done.files:
         if name == "zero/optimizer_state.pt" and "zero3" in case:  # holds what was left of one rank's state
             continue
-        assert apart(load_file(done.folder / name), load_file(golden / name)) == [], name
+        mine, other = load_file(done.folder / name), load_file(golden / name)
+        if "model_states" in name and "rank_0" not in name and "rank" in name.partition("_mp_")[0]:
+            for content in (mine, other):  # each rank's own buffers there; and padding that holds anything
+                content["module"] = {key: value for key, value in content["module"].items() if not value.numel()}
+                content.pop("frozen_param_fragments")
+        assert apart(mine, other) == [], name
 
 
 @pytest.mark.parametrize(
