@@ -86,7 +86,8 @@ def theirs(
 ) -> tuple[list[float], Any, Any]:
     model = build_model()
     for param in model.parameters():
-        torch.nn.init.constant_(param, 0.25)  # what is not loaded shows
+        if param.requires_grad or not universal:  # DeepSpeed leaves frozen parameters alone when it loads that layout
+            torch.nn.init.constant_(param, 0.25)  # what is not loaded shows
     config = settings(precision, stage, own_adam=own_adam)
     if universal:
         config["checkpoint"] = {"load_universal": True}

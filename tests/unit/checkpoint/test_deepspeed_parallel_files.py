@@ -83,7 +83,7 @@ def test_they_are_converted_and_exported_like_others(case, tmp_path):
     assert export(GOLDEN / case, tmp_path / "plain").tensors >= 11
 
 
-# ----------------------------------------------------------------------------------------------------------- what is off
+# ---------------------------------------------------------------------------------------------------------- what is off
 @pytest.fixture
 def copied(tmp_path):
     def copy(case):

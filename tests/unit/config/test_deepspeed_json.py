@@ -231,7 +231,6 @@ ON = [
     ("compile", {"deepcompile": True}, {"deepcompile": False}),
     ("gradient_allreduce_op", "sum", "mean"),
     ("managed_gradient_accumulation", False, True),
-    ("checkpoint.load_universal", True, False),
     ("fp16.fp16_master_weights_and_grads", True, False),
     ("bf16.bf16_master_weights_and_grads", True, False),
 ]
