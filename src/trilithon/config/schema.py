@@ -17,7 +17,7 @@ from trilithon.config.deepspeed_rules import Block, Code, Entry, Feature, Idle, 
 from trilithon.config.naming import kind_name, sections_of
 from trilithon.config.root import Config
 
-_READ_BY_CODE = {
+READ_BY_CODE = {
     "zero_optimization.offload_param.nvme_path": "becomes `offload.path`; offload_optimizer may not name another",
     "activation_checkpointing.cpu_checkpointing": 'true: sets `recompute.tier` to "host", for repeated blocks',
     "fp16.enabled": 'sets precision to "fp16"',
@@ -82,6 +82,20 @@ def deepspeed_reference() -> str:
     """What becomes of each key of a DeepSpeed file, as one Markdown table."""
     rows = [f"| `{key}` | {text} |" for key, text in _entries(TABLE, "")]
     return "\n".join(["| key | what becomes of it |", "| --- | --- |", *rows]) + "\n"
+
+
+def deepspeed_names() -> str:
+    """The keys of a DeepSpeed file that have a native name, as one Markdown table; optimizers and schedulers apart."""
+    rows = [f"| `{key}` | `{entry.key}` |" for key, entry in _mapped(TABLE, "")]
+    return "\n".join(["| DeepSpeed | here |", "| --- | --- |", *rows]) + "\n"
+
+
+def _mapped(table: Mapping[str, Entry], prefix: str) -> Iterator[tuple[str, To]]:
+    for name, entry in table.items():
+        if isinstance(entry, To):
+            yield prefix + name, entry
+        elif isinstance(entry, Block):
+            yield from _mapped(entry.keys, f"{prefix}{name}.")
 
 
 def _prose(section: type[Section]) -> str:
@@ -166,7 +180,7 @@ def _entries(table: Mapping[str, Entry], prefix: str) -> Iterator[tuple[str, str
             case Feature():
                 yield key, f"refused while it is on: {entry.what} is not in this version; {entry.off}"
             case Code():
-                yield key, _READ_BY_CODE[key]
+                yield key, READ_BY_CODE[key]
             case Block():
                 yield from _entries(entry.keys, f"{key}.")
 

@@ -76,8 +76,12 @@ def warmup_cosine_lr(
     warmup_min_ratio: float = 0.0,
     cos_min_ratio: float = 1e-4,
     kind: WarmupType = "log",
+    swing: bool = False,
 ) -> GroupSchedule:
-    """base_lr times a ratio: 0 first, from warmup_min_ratio to 1, then half a cosine down to cos_min_ratio."""
+    """base_lr times a ratio: 0 first, from warmup_min_ratio to 1, then half a cosine down to cos_min_ratio.
+
+    swing: the cosine goes on after `total_num_steps`, up and down, where it otherwise stays at its end.
+    """
     steps = max(2, num_steps)
 
     def settings(step: int) -> GroupSettings:
@@ -87,7 +91,8 @@ def warmup_cosine_lr(
         if i < steps:
             ratio = warmup_min_ratio + _warmup_share(i, steps, kind) * (1.0 - warmup_min_ratio)
             return {"lr": base_lr * ratio}
-        share = min(1.0, (i - steps + 1) / max(1, total_num_steps - steps))
+        share = (i - steps + 1) / max(1, total_num_steps - steps)
+        share = share if swing else min(1.0, share)
         ratio = cos_min_ratio + (1.0 - cos_min_ratio) * (1.0 + math.cos(math.pi * share)) / 2.0
         return {"lr": base_lr * max(0.0, ratio)}
 
@@ -120,7 +125,8 @@ def one_cycle(
     """One rise of the rate from `low` to `high` and fall back, then decay.
 
     momentum: (least, greatest) first beta, which moves against the rate, with a second beta of 0.99; None leaves the
-    group's betas alone. Stair counts above 0 quantise the share of the way.
+    group's betas alone. Before its first `step()` DeepSpeed has the least one in place, so that the first update uses
+    it. Stair counts above 0 quantise the share of the way.
     """
     fall_steps = rise_steps if fall_steps is None else fall_steps
     fall_stairs = rise_stairs if fall_stairs is None else fall_stairs
@@ -141,7 +147,7 @@ def one_cycle(
         if momentum is not None:
             least, greatest = momentum
             first = (greatest - (greatest - least) * share) * (1.0 + decay_mom_rate * elapsed)
-            result["betas"] = (first, 0.99)
+            result["betas"] = (first if step else least, 0.99)
         return result
 
     return settings
