@@ -32,6 +32,7 @@ class _Configured:
 
     settings: RecomputeConfig
     group: Collectives | None
+    num_layers: int
     manner: Manner
 
 
@@ -66,7 +67,8 @@ def configure(
             "leave partition out."
         )
     _close()
-    _now = _Configured(chosen, ranks, make_manner(chosen, group=ranks, inputs=num_layers, streams=(_streams,)))
+    manner = make_manner(chosen, group=ranks, inputs=num_layers, streams=(_streams,))
+    _now = _Configured(chosen, ranks, num_layers, manner)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +94,7 @@ def reset() -> None:
     """Give contiguous buffers and host memory back; settings stay. Between runs, never between forward and backward of
     one: graphs that exist keep what they need, and what comes after takes new memory."""
     if _now is not None:
-        configure(_now.settings, group=_now.group)
+        configure(_now.settings, group=_now.group, num_layers=_now.num_layers)
 
 
 def unconfigure() -> None:

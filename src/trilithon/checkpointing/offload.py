@@ -45,7 +45,7 @@ class BySize:
 
 
 class _Link:
-    """Copies between a device and host memory. On CUDA each direction has a stream; on the CPU they are plain copies."""
+    """Copies between a device and host memory: on CUDA each direction has a stream, on the CPU they are plain."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory

@@ -2,8 +2,8 @@
 
 Outside sliced matrices the activations of tensor ranks are the same, so t copies of each input are kept where one is
 enough (P_a: Rajbhandari et al. 2020, arXiv:1910.02054, section 6.1). Each input is gathered once per recomputation: a
-rank then sends (t - 1) ceil(n / t) elements. The parts rest in any other place: on the device, in contiguous buffers, in
-host memory.
+rank then sends (t - 1) ceil(n / t) elements. The parts rest in any other place: on the device, in contiguous buffers,
+in host memory.
 """
 
 from __future__ import annotations

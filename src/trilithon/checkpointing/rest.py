@@ -1,8 +1,8 @@
 """Where the inputs of recomputed blocks rest until backward asks for them: the contract, and the simplest place.
 
 `keep` takes one input as its block begins, `fetch` gives it back as the block is computed again. Other places:
-`offload.HostRest` (host memory), `contiguous.ContiguousRest` (buffers made once), `partition.PartitionedRest` (a part on
-each tensor rank, kept in any of these).
+`offload.HostRest` (host memory), `contiguous.ContiguousRest` (buffers made once), `partition.PartitionedRest` (a part
+on each tensor rank, kept in any of these).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Matrix products are most of a block's arithmetic and little of its memory, softmax, dropout and activation functions the
 reverse: keeping the results of the former and computing the latter again costs little time for most of the memory
-(Korthikanti et al. 2022, arXiv:2205.05198, section 5). Which results stay is said as for torch's selective checkpoint: a
-policy that is asked about each operator, here usually made from patterns of operator names.
+(Korthikanti et al. 2022, arXiv:2205.05198, section 5). Which results stay is said as for torch's selective checkpoint:
+by a policy that is asked about each operator, here usually made from patterns of operator names.
 
 torch's own replay matches operators by their count, and stops at every one that it did not see in forward. Under ZeRO,
 parameters are gathered at other times in backward than in forward, inside blocks too. So the replay here counts kept
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from trilithon.errors import ProtocolError
 
+_SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 Policy = Callable[..., CheckpointPolicy | bool]
 """(SelectiveCheckpointContext, operator, *args, **kwargs) -> whether its result stays."""
 
@@ -67,7 +68,7 @@ class KeptResults:
     def _wants(self, operator: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> bool:
         context = SelectiveCheckpointContext(is_recompute=False, op_output=output)
         answer = self._policy(context, operator, *args, **kwargs)
-        return answer if isinstance(answer, bool) else answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+        return answer if isinstance(answer, bool) else answer in _SAVED
 
 
 class _Result:
@@ -76,7 +77,7 @@ class _Result:
     def __init__(self, operator: Any, output: Any) -> None:
         self._operator = operator
         leaves, self._spec = pytree.tree_flatten(output)
-        self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._leaves = [_alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self._leaves]
 
     @property
@@ -91,8 +92,14 @@ class _Result:
                     "(recompute.keep_ops), and the block has written over it since. Write to a copy, or leave the "
                     "operator out of recompute.keep_ops."
                 )
-        fresh = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        fresh = [_alias(leaf) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         return pytree.tree_unflatten(fresh, self._spec)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same memory, whose changes are noticed; an ordinary detach, inside a dispatch mode, counts them apart."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 class _Record(TorchDispatchMode):

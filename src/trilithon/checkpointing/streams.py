@@ -1,8 +1,8 @@
 """Named streams of random numbers, to be drawn from in regions of a model that differ between tensor ranks.
 
 What is whole on all tensor ranks draws from torch's default generators, in step; what is cut draws inside
-`streams.fork()`, from a stream of this rank (the two streams of Megatron-LM, arXiv:1909.08053, section 5). Recomputation
-puts the streams back as it does the default generators, when they are passed to it.
+`streams.fork()`, from a stream of this rank (the two streams of Megatron-LM, arXiv:1909.08053, section 5).
+Recomputation puts the streams back as it does the default generators, when they are passed to it.
 """
 
 from __future__ import annotations
