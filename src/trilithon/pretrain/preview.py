@@ -15,6 +15,7 @@ from trilithon.config.mesh import EXPERT_RANKS, REPLICAS
 from trilithon.config.optimizer import OptimizerConfig
 from trilithon.engine.capabilities import require_no_refusals
 from trilithon.engine.expert_capabilities import require_rule_for_experts
+from trilithon.errors import ConfigError
 from trilithon.models.settings import GPTConfig
 from trilithon.pretrain.settings import PretrainConfig
 
@@ -88,7 +89,15 @@ def checkpoint_bytes(config: PretrainConfig, num_parameters: int, ranks: int = 1
 def _refuse(config: PretrainConfig, ranks: int) -> None:
     """As `trilithon.initialize` would, once the model is there."""
     require_no_refusals(config.engine)
-    degree = _expert_degree(config, config.engine.mesh.axes(ranks).size(EXPERT_RANKS))
+    axes = config.engine.mesh.axes(ranks)
+    tensor, sequence = axes.size("tensor"), axes.size("sequence")
+    num_heads = config.model.shape(_BYTES_VOCABULARY).num_heads
+    if num_heads % (tensor * sequence):
+        raise ConfigError(
+            f"num_heads={num_heads} does not split over mesh.tensor={tensor} x mesh.sequence={sequence} ranks. Choose "
+            "degrees whose product divides it, or another --heads."
+        )
+    degree = _expert_degree(config, axes.size(EXPERT_RANKS))
     if degree > 1 and config.engine.optimizer is not None:
         require_rule_for_experts(config.engine.optimizer.kind, [degree])
 

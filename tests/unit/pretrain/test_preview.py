@@ -94,6 +94,8 @@ def test_the_bytes_of_compressed_rules_are_those_of_a_run(kind):
         ({"optimizer": "onebit_adam", "mesh.tensor": 2}, "mesh.tensor=2 gives ranks parts"),
         ({"optimizer": "onebit_adam", "model.experts": 4}, "Use ep_size=1"),
         ({"mesh.pipe": 2, "batch.global_size": 9}, "does not run pipelines"),
+        ({"mesh.tensor": 2, "tensor.cut_norms": True, "recompute.partition": True}, "Leave recompute.partition out"),
+        ({"mesh.tensor": 2, "model.num_heads": 1}, "num_heads=1 does not split over mesh.tensor=2 x mesh.sequence=1"),
     ],
 )
 def test_what_the_engine_refuses_is_refused_first(changes, words):
@@ -103,9 +105,14 @@ def test_what_the_engine_refuses_is_refused_first(changes, words):
 
 @pytest.mark.parametrize(
     ("changes", "ranks", "cut_by"),  # the mesh, and over how many ranks (matrices, norms) are cut at stage 3
-    [({}, 4, (4, 4)), ({"mesh.tensor": 2}, 4, (4, 2)), ({"mesh.sequence": 2}, 4, (4, 4)), ({"mesh.tensor": 4}, 8, (8, 2)),
-     ({"mesh.tensor": 2, "tensor.cut_norms": True}, 4, (4, 4))],
-)  # fmt: skip
+    [
+        ({}, 4, (4, 4)),
+        ({"mesh.tensor": 2}, 4, (4, 2)),
+        ({"mesh.sequence": 2}, 4, (4, 4)),
+        ({"mesh.tensor": 4, "model.num_heads": 4}, 8, (8, 2)),
+        ({"mesh.tensor": 2, "tensor.cut_norms": True}, 4, (4, 4)),
+    ],
+)
 def test_each_part_is_cut_over_the_ranks_that_hold_it(changes, ranks, cut_by):
     settings = config(**changes, **{"zero.stage": 3})
     shape = settings.model.shape(256)
