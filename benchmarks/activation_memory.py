@@ -4,8 +4,8 @@
     python benchmarks/activation_memory.py --ranks 2 --layers 8 --width 256 --tokens 256
 
 Counted are tensors, not pages: every storage that operators make between the beginning of a forward and its end, and
-is still there (`alive`), and the most of them at any time of forward and backward (`peak`), on rank 0. What is kept in
-host memory is taken out, and told apart (`on host`). With several ranks matrices are cut over all of them. A row is one
+is still there (`alive`), and the most of them at any time of forward and backward (`peak`), on rank 0; contiguous
+buffers, which are made in the first step, are added. What is kept in host memory is told apart. With several ranks matrices are cut over all of them. A row is one
 (ranks, manner); counts do not depend on how busy the machine is. Rows are appended as JSON lines.
 """
 
@@ -60,9 +60,10 @@ def on_this_rank(manner: str, ranks: int, shape: Mapping[str, int], batch: int) 
             engine.backward(loss)
             peak = live.peak_bytes
         engine.step()
+        before = tiers.get("device", 0) if (MANNERS[manner] or {}).get("contiguous") else 0
         return {
-            "alive_bytes": alive,
-            "peak_bytes": peak,
+            "alive_bytes": alive + before,
+            "peak_bytes": peak + before,
             "checkpoints_device_bytes": tiers.get("device", 0),
             "checkpoints_host_bytes": tiers.get("host", 0),
             "gathered_bytes": _gathered(engine) - gathered,
