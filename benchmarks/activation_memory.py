@@ -5,8 +5,9 @@
 
 Counted are tensors, not pages: every storage that operators make between the beginning of a forward and its end, and
 is still there (`alive`), and the most of them at any time of forward and backward (`peak`), on rank 0; contiguous
-buffers, which are made in the first step, are added. What is kept in host memory is told apart. With several ranks matrices are cut over all of them. A row is one
-(ranks, manner); counts do not depend on how busy the machine is. Rows are appended as JSON lines.
+buffers, which are made in the first step, are added. What is kept in host memory is told apart. With several ranks
+matrices are cut over all of them. A row is one (ranks, manner); counts do not depend on how busy the machine is. Rows
+are appended as JSON lines.
 """
 
 from __future__ import annotations
