@@ -14,7 +14,7 @@ from trilithon.config.compressed import padded_numel
 from trilithon.config.mesh import EXPERT_RANKS, REPLICAS
 from trilithon.config.optimizer import OptimizerConfig
 from trilithon.engine.capabilities import require_no_refusals
-from trilithon.engine.expert_capabilities import require_rule_for_experts
+from trilithon.engine.expert_capabilities import require_mesh_for_experts, require_rule_for_experts
 from trilithon.errors import ConfigError
 from trilithon.models.settings import GPTConfig
 from trilithon.pretrain.settings import PretrainConfig
@@ -97,6 +97,8 @@ def _refuse(config: PretrainConfig, ranks: int) -> None:
             f"num_heads={num_heads} does not split over mesh.tensor={tensor} x mesh.sequence={sequence} ranks. Choose "
             "degrees whose product divides it, or another --heads."
         )
+    if config.model.experts:
+        require_mesh_for_experts(config.engine, axes)
     degree = _expert_degree(config, axes.size(EXPERT_RANKS))
     if degree > 1 and config.engine.optimizer is not None:
         require_rule_for_experts(config.engine.optimizer.kind, [degree])
