@@ -20,6 +20,12 @@ from trilithon.config.root import Config
 READ_BY_CODE = {
     "zero_optimization.offload_param.nvme_path": "becomes `offload.path`; offload_optimizer may not name another",
     "activation_checkpointing.cpu_checkpointing": 'true: sets `recompute.tier` to "host", for repeated blocks',
+    "activation_checkpointing.partition_activations": "true: sets `recompute.partition`, for repeated blocks",
+    "activation_checkpointing.contiguous_memory_optimization": "true: sets `recompute.contiguous`, for repeated blocks",
+    "activation_checkpointing.contiguous_checkpointing": "true: sets `recompute.contiguous`, for repeated blocks",
+    "activation_checkpointing.number_checkpoints": "becomes `recompute.number` beside one of these",
+    "activation_checkpointing.synchronize_checkpoint_boundary": "sets `recompute.synchronize` beside one of these",
+    "activation_checkpointing.profile": "sets `recompute.profile` beside one of these",
     "fp16.enabled": 'sets precision to "fp16"',
     "bf16.enabled": 'sets precision to "bf16"',
     "bfloat16.enabled": 'sets precision to "bf16"',
