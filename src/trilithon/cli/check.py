@@ -81,8 +81,8 @@ def run(  # noqa: PLR0917 (options of a command line)
         found = examine(
             Path(file) if file is not None else {},
             name="the defaults",
-            overrides=_assignments(changes, "--set"),
-            auto=_assignments(auto, "--auto"),
+            overrides=assignments(changes, "--set"),
+            auto=assignments(auto, "--auto"),
             deepspeed_release=deepspeed_release,
         )
     except ConfigError as error:
@@ -126,7 +126,7 @@ def _settings_in(text: str) -> list[str]:
     return re.findall(r"[a-z_]+\.[a-z_]+", text)
 
 
-def _assignments(pairs: list[str] | None, option: str) -> dict[str, Any]:
+def assignments(pairs: list[str] | None, option: str) -> dict[str, Any]:
     """["zero.stage=2"] -> {"zero.stage": 2}; a value that is not JSON is text."""
     values = {}
     for pair in pairs or []:

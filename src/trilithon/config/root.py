@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -156,6 +156,8 @@ class Examined:
     format: Literal["native", "deepspeed"]
     deepspeed_release: Release | None = None
     """By whose rules a DeepSpeed file was read; None for a native configuration."""
+    values: Mapping[str, tuple[Any, Source]] = field(default_factory=dict)
+    """Every native key that was set, dotted: its value, checked if `config` is there, and where that was written."""
 
 
 def examine(
@@ -195,7 +197,14 @@ def examine(
         inherited = source._release if isinstance(source, Config) else None
         config._release = release if form == "deepspeed" else inherited
     told = release if form == "deepspeed" else None
-    return Examined(config, tuple(draft.problems), tuple(draft.notes), draft.where, form, told)
+    return Examined(config, tuple(draft.problems), tuple(draft.notes), draft.where, form, told, _set_in(draft, config))
+
+
+def _set_in(draft: Draft, config: Config | None) -> dict[str, tuple[Any, Source]]:
+    """What is not left at its default: as the finished configuration has it, else as it was written."""
+    if config is None:
+        return {key: (value, draft.source_of(key)) for key, value in leaves(draft.values)}
+    return {item.key: (item.value, item.source) for item in explain(config) if item.kind != "default"}
 
 
 def explain(config: Config) -> list[Origin]:
