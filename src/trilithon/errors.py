@@ -2,6 +2,7 @@
 
     TrilithonError
     |- ConfigError         a setting is wrong, or two settings do not go together
+    |  `- BatchError             batch sizes and the number of ranks do not go together
     |- DataError           data is missing, empty or not what it should be
     |- CheckpointError     a checkpoint is damaged, incomplete or does not fit
     |- ProtocolError       a call came out of order
@@ -23,6 +24,10 @@ class TrilithonError(Exception):
 
 class ConfigError(TrilithonError, ValueError):
     """A setting is wrong or settings contradict each other; the message names each key and what to write instead."""
+
+
+class BatchError(ConfigError, AssertionError):
+    """Batch sizes and ranks have no solution; an AssertionError too, as scripts written for DeepSpeed expect."""
 
 
 class DataError(TrilithonError, ValueError):

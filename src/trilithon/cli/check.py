@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, get_args
 
 import typer
 
+from trilithon.config.deepspeed_release import ENVIRONMENT, Release
 from trilithon.config.mesh import Axes, draw
 from trilithon.config.origin import Problem
 from trilithon.config.root import Config, Examined, examine, explain
@@ -31,9 +32,12 @@ def run(  # noqa: PLR0917 (options of a command line)
     ] = None,
     mesh: Annotated[bool, typer.Option("--mesh", help="Draw the mesh of --world-size ranks; needs no FILE.")] = False,
     deepspeed_release: Annotated[
-        Literal["0.19", "0.16"],
-        typer.Option("--deepspeed-release", help="Release whose defaults a DeepSpeed file relies on."),
-    ] = "0.19",
+        Release | None,
+        typer.Option(
+            "--deepspeed-release",
+            help="By whose rules a DeepSpeed file is read. Default: what TRILITHON_DEEPSPEED_RELEASE says, else 0.19.",
+        ),
+    ] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value, as in --set zero.stage=2.")
     ] = None,
@@ -77,8 +81,8 @@ def run(  # noqa: PLR0917 (options of a command line)
         found = examine(
             Path(file) if file is not None else {},
             name="the defaults",
-            overrides=_assignments(changes, "--set"),
-            auto=_assignments(auto, "--auto"),
+            overrides=assignments(changes, "--set"),
+            auto=assignments(auto, "--auto"),
             deepspeed_release=deepspeed_release,
         )
     except ConfigError as error:
@@ -122,7 +126,7 @@ def _settings_in(text: str) -> list[str]:
     return re.findall(r"[a-z_]+\.[a-z_]+", text)
 
 
-def _assignments(pairs: list[str] | None, option: str) -> dict[str, Any]:
+def assignments(pairs: list[str] | None, option: str) -> dict[str, Any]:
     """["zero.stage=2"] -> {"zero.stage": 2}; a value that is not JSON is text."""
     values = {}
     for pair in pairs or []:
@@ -141,6 +145,7 @@ def _print_json(found: Examined, problems: list[Problem], batch: dict[str, int] 
         "ok": not problems,
         "file": found.where,
         "format": found.format,
+        "deepspeed_release": found.deepspeed_release,
         "problems": [{"where": item.where, "key": item.key, "text": item.text} for item in problems],
         "notes": list(found.notes),
         "batch": batch,
@@ -160,12 +165,11 @@ def _print_text(found: Examined, problems: list[Problem], batch: dict[str, int] 
     for problem in dict.fromkeys(problems):
         typer.echo(str(problem), err=True)
     if problems:
-        typer.echo(f"{len(problems)} problem{'s' * (len(problems) > 1)} found.", err=True)
+        read = f" {_read_as(found)}." if found.deepspeed_release is not None else ""
+        typer.echo(f"{len(problems)} problem{'s' * (len(problems) > 1)} found.{read}", err=True)
     if found.config is None or not table:
         return
-    typer.echo(
-        f"{found.where}: read as {'a DeepSpeed file' if found.format == 'deepspeed' else 'a trilithon configuration'}\n"
-    )
+    typer.echo(f"{found.where}: {_read_as(found)}\n")
     _print_table(found.config)
     if found.notes:
         typer.echo("\nNotes:")
@@ -176,6 +180,17 @@ def _print_text(found: Examined, problems: list[Problem], batch: dict[str, int] 
             f"\nBatch on {batch['data_parallel_size']} data-parallel ranks: global size {batch['global_size']} = "
             f"{batch['micro_size']} (micro) x {batch['accumulation']} (accumulation) x {batch['data_parallel_size']}"
         )
+
+
+def _read_as(found: Examined) -> str:
+    """The format that was recognised; for a DeepSpeed file also the release, and how to ask for the other one."""
+    if found.deepspeed_release is None:
+        return "read as a trilithon configuration"
+    other = next(release for release in get_args(Release) if release != found.deepspeed_release)
+    return (
+        f"read as a DeepSpeed file, by the rules of release {found.deepspeed_release} (--deepspeed-release {other} or "
+        f"{ENVIRONMENT}={other} asks for the other ones)"
+    )
 
 
 def _print_table(config: Config) -> None:

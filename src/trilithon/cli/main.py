@@ -38,6 +38,7 @@ class Entry:
 
 COMMANDS = {
     "check": Entry("trilithon.cli.check:run", "Check and explain a configuration file."),
+    "migrate": Entry("trilithon.cli.migrate:run", "Turn a DeepSpeed file into a native configuration."),
     "train": Entry("trilithon.cli.train:run", "Train a language model on text files."),
     "launch": Entry("trilithon.cli.launch:run", "Start a script on several processes."),
     "doctor": Entry("trilithon.cli.doctor:run", "Report on this machine: devices, backends, packages."),

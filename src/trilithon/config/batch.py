@@ -7,7 +7,7 @@ contradiction is an error that names every number and the nearest sizes that wor
 from __future__ import annotations
 
 from trilithon.config.base import Positive, Section, show
-from trilithon.errors import ConfigError
+from trilithon.errors import BatchError, ConfigError
 
 
 class ResolvedBatch(Section):
@@ -36,8 +36,8 @@ class BatchConfig(Section):
     def resolve(self, data_parallel_size: int | None) -> ResolvedBatch:
         """Solve the triple for a number of data-parallel ranks.
 
-        Raises ConfigError when the number of ranks is missing or not positive, or when no whole solution exists; the
-        message then names the values given, the number of ranks and the nearest sizes that work.
+        Raises ConfigError when the number of ranks is missing or not positive, and BatchError when no whole solution
+        exists; its message names the values given, the number of ranks and the nearest sizes that work.
         """
         ranks = _checked_ranks(data_parallel_size)
         size, micro, steps = self.global_size, self.micro_size, self.accumulation
@@ -50,7 +50,7 @@ class BatchConfig(Section):
             steps = steps or 1
             micro = size // (steps * ranks)
         if micro * steps * ranks != size:
-            raise ConfigError(_contradiction(size, self.micro_size, self.accumulation, ranks))
+            raise BatchError(_contradiction(size, self.micro_size, self.accumulation, ranks))
         return ResolvedBatch(global_size=size, micro_size=micro, accumulation=steps, data_parallel_size=ranks)
 
 

@@ -12,15 +12,13 @@ from typing import Any, Literal
 
 from trilithon.config.base import kind_of, place, show
 from trilithon.config.deepspeed_keys import AUTO_IS_A_VALUE, TABLE
+from trilithon.config.deepspeed_release import REMOVED, Release, removed
 from trilithon.config.deepspeed_rules import Block, Code, Entry, Feature, Idle, Only, To, misfit, same, table_keys
 from trilithon.config.deepspeed_types import read_optimizer, read_scheduler
 from trilithon.config.naming import advice, nearest
-from trilithon.config.origin import Draft, Source, leaves
-from trilithon.errors import ConfigError
+from trilithon.config.origin import BATCH_MISSING, Draft, Source, leaves
 
-RELEASES = ("0.19", "0.16")
 _CALLER = "caller's arguments"
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def recognise(raw: Mapping[str, Any], native: Collection[str], draft: Draft) -> Literal["native", "deepspeed"]:
@@ -63,12 +61,6 @@ def native_names(table: Mapping[str, Entry]) -> dict[str, str]:
     return names
 
 
-def check_release(release: str) -> None:
-    """Raise ConfigError unless it is a release whose defaults are known."""
-    if release not in RELEASES:
-        raise ConfigError(f"deepspeed_release={show(release)}: known are {' and '.join(RELEASES)}.")
-
-
 def read_deepspeed(
     raw: Mapping[str, Any],
     draft: Draft,
@@ -76,7 +68,7 @@ def read_deepspeed(
     native: Collection[str] = (),
     auto: Mapping[str, Any],
     expected: Mapping[str, Any],
-    release: str,
+    release: Release,
 ) -> None:
     """Map a DeepSpeed block onto the native draft; what is wrong is added to the draft's problems."""
     reader = _Reader(draft, release)
@@ -93,8 +85,8 @@ def check_batch(draft: Draft) -> None:
     sizes = batch if isinstance(batch, Mapping) else {}
     if sizes.get("global_size") is None and sizes.get("micro_size") is None and not draft.unfinished:
         draft.problem(
-            "train_batch_size",
-            "train_batch_size and train_micro_batch_size_per_gpu are both missing; give at least one of them",
+            BATCH_MISSING,
+            "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided; both are missing",
         )
 
 
@@ -105,7 +97,7 @@ def _copied(value: Any) -> Any:
 class _Reader:
     """One pass over one DeepSpeed block. `supplied` holds the keys whose "auto" the caller resolved."""
 
-    def __init__(self, draft: Draft, release: str) -> None:
+    def __init__(self, draft: Draft, release: Release) -> None:
         self.draft = draft
         self.release = release
         self.supplied: set[str] = set()
@@ -201,10 +193,10 @@ class _Reader:
                 else:
                     self.draft.note(key, f"no effect: {entry.why}")
             case Only():
-                if any(same(value, allowed) for allowed in entry.values):
-                    self.draft.note(key, f"no effect: {show(value)} is how it is here in any case")
-                else:
+                if not any(same(value, allowed) for allowed in entry.values):
                     self.draft.problem(key, f"{key}={show(value)}: {entry.why}")
+                elif not self.gone(key):
+                    self.draft.note(key, f"no effect: {show(value)} is how it is here in any case")
             case Block():
                 self.block(key, value, entry)
             case Feature():
@@ -239,10 +231,17 @@ class _Reader:
             elif name != entry.switch:
                 self.draft.note(f"{key}.{name}", f"no effect, because {key}.{entry.switch} is not true")
 
+    def gone(self, key: str) -> bool:
+        """Whether the release in force raises at this key; then it is a problem."""
+        if self.release != "0.19" or key not in REMOVED:
+            return False
+        self.draft.problem(key, removed(key))
+        return True
+
     def feature(self, key: str, value: Any, entry: Feature) -> None:
         if entry.on(value):
             self.draft.problem(key, f"{key}: {entry.what} is not in this version; {entry.off}")
-        else:
+        elif not self.gone(key):
             self.draft.note(key, "no effect: it is off")
         if entry.keys is not None and isinstance(value, Mapping):
             for name in value:
@@ -256,6 +255,7 @@ class _Reader:
         self.monitors(block)
         self.recompute(block.get("activation_checkpointing"))
         self.parameter_folder(block.get("zero_optimization"))
+        self.pinning(block.get("zero_optimization"))
         read_optimizer(self, block.get("optimizer"))
         read_scheduler(self, block.get("scheduler"))
         if block.get("gradient_clipping") is None:
@@ -289,10 +289,8 @@ class _Reader:
             self.loss_scale(block["fp16"])
 
     def loss_scale(self, fp16: Mapping[str, Any]) -> None:
-        power = fp16.get("initial_scale_power", 16)
-        if isinstance(power, (int, float)) and not isinstance(power, bool) and 24 < power <= 127:
-            self.derive("precision.max_scale", 2.0**power, "DeepSpeed sets no upper limit; raised to the initial scale")
         if same(fp16.get("loss_scale", 0), 0) or fp16.get("loss_scale") is None:
+            self.derive("precision.max_scale", 2.0**127, "DeepSpeed sets no upper limit, and fp32 ends here")
             self.derive("precision.give_up_after", 1, "DeepSpeed stops at the first overflow at min_loss_scale")
 
     def printing(self, block: Mapping[str, Any]) -> None:
@@ -313,6 +311,19 @@ class _Reader:
             self.put("offload.path", path, key)
         elif dict(leaves(self.draft.values)).get("offload.path") != path:
             self.draft.problem(key, f"{key}={show(path)}, and {other.key} names another folder; keep one of the two")
+
+    def pinning(self, zero: Any) -> None:
+        """The release's default of `pin_memory`, which has no effect here."""
+        default = "true" if self.release == "0.19" else "false"
+        for name in ("offload_param", "offload_optimizer"):
+            block = zero.get(name) if isinstance(zero, Mapping) else None
+            if isinstance(block, Mapping) and "pin_memory" not in block and block.get("device") not in (None, "none"):
+                key = f"zero_optimization.{name}.pin_memory"
+                self.draft.note(
+                    key,
+                    f"left out, which means {default} in DeepSpeed {self.release}; no effect: buffers are locked "
+                    "whenever there is an accelerator that copies from them",
+                )
 
     def recompute(self, block: Any) -> None:
         """In DeepSpeed the model says what is recomputed; only where the inputs rest stands in the file."""

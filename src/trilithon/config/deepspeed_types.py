@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trilithon.config.base import Section, kind_of, show
+from trilithon.config.deepspeed_release import Release
 from trilithon.config.deepspeed_rules import Entry, Idle, Only, To
 from trilithon.config.naming import nearest
 from trilithon.config.origin import Draft
@@ -17,7 +18,7 @@ class Reader(Protocol):
     """The pass over the file that these functions add to."""
 
     draft: Draft
-    release: str
+    release: Release
 
     def put(self, native: str, value: Any, key: str) -> None: ...
 
@@ -117,6 +118,7 @@ _REFUSED = {
         "by name, this optimizer of torch.optim is",
     ),
 }
+_OURS = ("kind", "after_total")  # keys of a schedule that are not parameters of DeepSpeed's
 _SCHEDULERS: dict[str, type[Section]] = {
     "WarmupLR": WarmupLr,
     "WarmupDecayLR": WarmupDecayLr,
@@ -168,18 +170,27 @@ def read_scheduler(reader: Reader, block: Any) -> None:
         )
         return
     reader.put("lr_schedule.kind", cls.model_fields["kind"].default, "scheduler.type")
-    table: dict[str, Entry] = {key: To(f"lr_schedule.{key}") for key in cls.model_fields if key != "kind"}
+    table: dict[str, Entry] = {key: To(f"lr_schedule.{key}") for key in cls.model_fields if key not in _OURS}
     reader.draft.names.update({f"lr_schedule.{key}": f"scheduler.params.{key}" for key in table})
     table["last_batch_iteration"] = Only((-1, None), "a schedule begins at its start; a checkpoint moves it on")
     tables = {other: dict.fromkeys(section.model_fields) for other, section in _SCHEDULERS.items()}
     reader.walk(_own(reader, "scheduler.params.", name, params, table, tables), table, "scheduler.params.")
-    if reader.release != "0.16":
-        return
+    if reader.release == "0.16":
+        _as_in_0_16(reader, cls, params)
+
+
+def _as_in_0_16(reader: Reader, cls: type[Section], params: Mapping[str, Any]) -> None:
+    """What the older release makes of parameters, or of their absence."""
     steps = params.get("warmup_num_steps")
-    if isinstance(steps, int) and not isinstance(steps, bool) and steps <= 0 and "warmup_num_steps" in table:
+    if isinstance(steps, int) and not isinstance(steps, bool) and steps <= 0 and "warmup_num_steps" in cls.model_fields:
         reader.derive("lr_schedule.warmup_num_steps", 2, f"DeepSpeed 0.16 takes {steps} for 2")
     if cls is WarmupLr and params.get("warmup_max_lr") is None:
         reader.derive("lr_schedule.warmup_max_lr", 0.001, "DeepSpeed 0.16's default")
+    if cls is WarmupCosineLr:
+        reader.derive("lr_schedule.after_total", "swing", "DeepSpeed 0.16 goes on along the cosine")
+    for key in ("cycle_first_stair_count", "cycle_second_stair_count"):
+        if cls is OneCycle and params.get(key):
+            reader.derive(f"lr_schedule.{key}", 0, "DeepSpeed 0.16 takes stair counts and does not use them")
 
 
 def _own(  # noqa: PLR0917
@@ -194,7 +205,7 @@ def _own(  # noqa: PLR0917
     kept = {}
     for key, value in params.items():
         owners = [] if key in table else [other for other, keys in tables.items() if key in keys]
-        if owners and key != "kind":
+        if owners and key not in _OURS:
             text = f"not a parameter of {name}; {' and '.join(owners)} take it"
             reader.draft.problem(f"{prefix}{key}", f"{prefix}{key}: {text}")
         else:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from trilithon.config.base import place
-from trilithon.errors import ConfigError
+from trilithon.errors import BatchError, ConfigError
 
 OriginKind = Literal["default", "file", "argument", "deepspeed", "derived", "override"]
 
@@ -35,6 +35,7 @@ class Source:
 
 
 DEFAULT = Source("default")
+BATCH_MISSING = "train_batch_size or train_micro_batch_size_per_gpu"  # the place of that problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +142,10 @@ def plain(value: Any) -> Any:
 
 
 def raise_if_any(problems: list[Problem]) -> None:
-    """Raise one ConfigError that lists all problems, each with its file and key."""
+    """Raise one ConfigError that lists all problems with file and key; BatchError if only batch sizes are missing."""
     if not problems:
         return
     unique = list(dict.fromkeys(str(problem) for problem in problems))
     if len(unique) == 1:
-        raise ConfigError(unique[0])
+        raise (BatchError if problems[0].key == BATCH_MISSING else ConfigError)(unique[0])
     raise ConfigError(f"{len(unique)} problems in the configuration:\n" + "\n".join(f"  - {line}" for line in unique))

@@ -36,7 +36,7 @@ class Fp16(Section):
     """Parameters in fp16 with loss scaling, fp32 master weights for the update.
 
     The dynamic scale starts at 2**initial_scale_power, is halved when overflows have used up `hysteresis`, and is
-    doubled after `window` steps without overflow.
+    doubled by the step without overflow that follows `window` others.
     """
 
     kind: Literal["fp16"] = "fp16"
@@ -47,7 +47,7 @@ class Fp16(Section):
     initial_scale_power: Annotated[Count, Field(le=127)] = 16
     """The dynamic scale starts at two to this power."""
     window: Positive = 1000
-    """Steps without overflow after which the dynamic scale doubles."""
+    """Steps without overflow before the one that doubles the dynamic scale."""
     hysteresis: Positive = 2
     """Overflows tolerated before the dynamic scale is halved."""
     consecutive_hysteresis: Flag = False
@@ -57,7 +57,8 @@ class Fp16(Section):
     max_scale: PositiveReal = 2.0**24
     """The dynamic scale never goes above this."""
     give_up_after: Positive = 50
-    """Consecutive overflows at `min_scale`, or at a fixed scale, after which training stops with NonFiniteError."""
+    """Consecutive overflows at `min_scale` with no hysteresis left, or at a fixed scale, at which training stops with
+    NonFiniteError."""
 
     @model_validator(mode="after")
     def _scale_range(self) -> Fp16:

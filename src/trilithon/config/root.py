@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +19,10 @@ from trilithon.config.base import Count, NonNegativeReal, Section, describe, dot
 from trilithon.config.batch import BatchConfig, ResolvedBatch
 from trilithon.config.checkpoints import CheckpointConfig
 from trilithon.config.comm import CommConfig
-from trilithon.config.deepspeed_json import check_batch, check_release, native_names, read_deepspeed, recognise
+from trilithon.config.deepspeed_json import check_batch, native_names, read_deepspeed, recognise
 from trilithon.config.deepspeed_keys import TABLE
+from trilithon.config.deepspeed_release import Release
+from trilithon.config.deepspeed_release import deepspeed_release as release_in_force
 from trilithon.config.mesh import MeshConfig, TensorConfig
 from trilithon.config.moe import MoEConfig
 from trilithon.config.monitor import MonitorConfig
@@ -43,7 +45,7 @@ from trilithon.config.precision import Fp16, Fp32, PrecisionConfig
 from trilithon.config.recompute import RecomputeConfig
 from trilithon.config.schedule import ScheduleConfig
 from trilithon.config.zero import ZeroConfig
-from trilithon.errors import ConfigError
+from trilithon.errors import BatchError, ConfigError
 
 
 class Config(Section):  # noqa: PLW1641 (pydantic gives frozen classes their __hash__)
@@ -83,6 +85,7 @@ class Config(Section):  # noqa: PLW1641 (pydantic gives frozen classes their __h
     _sources: dict[str, Source] = PrivateAttr(default_factory=dict)
     _notes: tuple[str, ...] = PrivateAttr(default=())
     _private: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _release: Release | None = PrivateAttr(default=None)
 
     def __eq__(self, other: object) -> bool:
         """Equal settings make equal configurations, wherever they came from."""
@@ -98,7 +101,7 @@ class Config(Section):  # noqa: PLW1641 (pydantic gives frozen classes their __h
         overrides: Mapping[str, Any] | None = None,
         auto: Mapping[str, Any] | None = None,
         expected: Mapping[str, Any] | None = None,
-        deepspeed_release: str = "0.19",
+        deepspeed_release: str | None = None,
         name: str = "config",
     ) -> Config:
         """Read a configuration; the arguments are those of `examine`. Raises one ConfigError listing all problems."""
@@ -121,12 +124,20 @@ class Config(Section):  # noqa: PLW1641 (pydantic gives frozen classes their __h
         except ConfigError as error:
             sizes = [item for item in explain(self) if item.key.startswith("batch.") and item.value is not None]
             written = "; ".join(f"{item.key} comes from {item.source}" for item in sizes)
-            raise ConfigError(f"{error} ({written}.)" if written else str(error)) from None
+            text = f"{error} ({written}.)" if written else str(error)
+            if self._release is not None and isinstance(error, BatchError):  # the words that programs look for
+                text = f"Check batch related parameters: {text}"
+            raise type(error)(text) from None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Settings that were accepted but have no effect, or mean something slightly different here."""
         return self._notes
+
+    @property
+    def deepspeed_release(self) -> Release | None:
+        """The release of DeepSpeed by whose rules it was read from a DeepSpeed file; None if it was not."""
+        return self._release
 
     @property
     def private(self) -> Mapping[str, Any]:
@@ -143,6 +154,10 @@ class Examined:
     notes: tuple[str, ...]
     where: str
     format: Literal["native", "deepspeed"]
+    deepspeed_release: Release | None = None
+    """By whose rules a DeepSpeed file was read; None for a native configuration."""
+    values: Mapping[str, tuple[Any, Source]] = field(default_factory=dict)
+    """Every native key that was set, dotted: its value, checked if `config` is there, and where that was written."""
 
 
 def examine(
@@ -151,7 +166,7 @@ def examine(
     overrides: Mapping[str, Any] | None = None,
     auto: Mapping[str, Any] | None = None,
     expected: Mapping[str, Any] | None = None,
-    deepspeed_release: str = "0.19",
+    deepspeed_release: str | None = None,
     name: str = "config",
 ) -> Examined:
     """Read a configuration and report instead of raising.
@@ -161,11 +176,12 @@ def examine(
     auto: values for keys a DeepSpeed file leaves as "auto", by dotted DeepSpeed key.
     expected: values the caller computed from its own arguments, by dotted key of the file's own format; each "auto" is
         filled from them and each different value is a problem.
-    deepspeed_release: "0.19" or "0.16", whose defaults a DeepSpeed file relies on.
+    deepspeed_release: "0.19" or "0.16", by whose rules a DeepSpeed file is read (`config.deepspeed_release`). None:
+        what the environment variable TRILITHON_DEEPSPEED_RELEASE says, else "0.19".
     name: what messages call a dict, such as the file that it was read from.
     """
-    check_release(deepspeed_release)
-    draft, form = _draft(source, auto or {}, expected or {}, deepspeed_release, name)
+    release = release_in_force(deepspeed_release)
+    draft, form = _draft(source, auto or {}, expected or {}, release, name)
     _apply_overrides(draft, overrides or {})
     if form == "deepspeed":
         check_batch(draft)
@@ -178,7 +194,17 @@ def examine(
         draft.notes.extend(_without_effect(config, draft))
         config._sources = {key: draft.source_of(key) for key, _ in values_of(config)}
         config._notes, config._private = tuple(draft.notes), draft.private
-    return Examined(config, tuple(draft.problems), tuple(draft.notes), draft.where, form)
+        inherited = source._release if isinstance(source, Config) else None
+        config._release = release if form == "deepspeed" else inherited
+    told = release if form == "deepspeed" else None
+    return Examined(config, tuple(draft.problems), tuple(draft.notes), draft.where, form, told, _set_in(draft, config))
+
+
+def _set_in(draft: Draft, config: Config | None) -> dict[str, tuple[Any, Source]]:
+    """What is not left at its default: as the finished configuration has it, else as it was written."""
+    if config is None:
+        return {key: (value, draft.source_of(key)) for key, value in leaves(draft.values)}
+    return {item.key: (item.value, item.source) for item in explain(config) if item.kind != "default"}
 
 
 def explain(config: Config) -> list[Origin]:
@@ -190,7 +216,7 @@ def explain(config: Config) -> list[Origin]:
 
 
 def _draft(
-    source: object, auto: Mapping[str, Any], expected: Mapping[str, Any], release: str, name: str
+    source: object, auto: Mapping[str, Any], expected: Mapping[str, Any], release: Release, name: str
 ) -> tuple[Draft, Literal["native", "deepspeed"]]:
     """The native draft of any source, still unchecked, and the format it was written in."""
     if isinstance(source, Config):

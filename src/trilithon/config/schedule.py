@@ -170,13 +170,15 @@ class WarmupCosineLr(Section):
 
     kind: Literal["warmup_cosine_lr"] = "warmup_cosine_lr"
     total_num_steps: Positive
-    """Step at which the ratio reaches cos_min_ratio; it stays there."""
+    """Step at which the ratio reaches cos_min_ratio."""
     warmup_min_ratio: NonNegativeReal = 0.0
     """Ratio at the start."""
     warmup_num_steps: Positive = 1000
     """Steps of the rise; fewer than 2 count as 2."""
     cos_min_ratio: NonNegativeReal = 0.0001
     """Ratio at the end."""
+    after_total: Literal["hold", "swing"] = "hold"
+    """After total_num_steps: stay at cos_min_ratio, or swing on along the cosine, as DeepSpeed 0.16 did."""
     warmup_type: WarmupType = "log"
     """Shape of the rise: with the logarithm of the step, or along a line."""
 

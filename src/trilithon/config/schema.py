@@ -17,7 +17,7 @@ from trilithon.config.deepspeed_rules import Block, Code, Entry, Feature, Idle, 
 from trilithon.config.naming import kind_name, sections_of
 from trilithon.config.root import Config
 
-_READ_BY_CODE = {
+READ_BY_CODE = {
     "zero_optimization.offload_param.nvme_path": "becomes `offload.path`; offload_optimizer may not name another",
     "activation_checkpointing.cpu_checkpointing": 'true: sets `recompute.tier` to "host", for repeated blocks',
     "fp16.enabled": 'sets precision to "fp16"',
@@ -166,7 +166,7 @@ def _entries(table: Mapping[str, Entry], prefix: str) -> Iterator[tuple[str, str
             case Feature():
                 yield key, f"refused while it is on: {entry.what} is not in this version; {entry.off}"
             case Code():
-                yield key, _READ_BY_CODE[key]
+                yield key, READ_BY_CODE[key]
             case Block():
                 yield from _entries(entry.keys, f"{key}.")
 

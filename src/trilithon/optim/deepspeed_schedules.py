@@ -76,8 +76,12 @@ def warmup_cosine_lr(
     warmup_min_ratio: float = 0.0,
     cos_min_ratio: float = 1e-4,
     kind: WarmupType = "log",
+    swing: bool = False,
 ) -> GroupSchedule:
-    """base_lr times a ratio: 0 first, from warmup_min_ratio to 1, then half a cosine down to cos_min_ratio."""
+    """base_lr times a ratio: 0 first, from warmup_min_ratio to 1, then half a cosine down to cos_min_ratio.
+
+    swing: the cosine goes on after `total_num_steps`, up and down, where it otherwise stays at its end.
+    """
     steps = max(2, num_steps)
 
     def settings(step: int) -> GroupSettings:
@@ -87,7 +91,8 @@ def warmup_cosine_lr(
         if i < steps:
             ratio = warmup_min_ratio + _warmup_share(i, steps, kind) * (1.0 - warmup_min_ratio)
             return {"lr": base_lr * ratio}
-        share = min(1.0, (i - steps + 1) / max(1, total_num_steps - steps))
+        share = (i - steps + 1) / max(1, total_num_steps - steps)
+        share = share if swing else min(1.0, share)
         ratio = cos_min_ratio + (1.0 - cos_min_ratio) * (1.0 + math.cos(math.pi * share)) / 2.0
         return {"lr": base_lr * max(0.0, ratio)}
 

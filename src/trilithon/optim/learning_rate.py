@@ -177,6 +177,7 @@ def configured(config: OptimizerSettings, group: Settings, index: int, groups: i
             warmup_min_ratio=c["warmup_min_ratio"],
             cos_min_ratio=c["cos_min_ratio"],
             kind=c["warmup_type"],
+            swing=c["after_total"] == "swing",
         )
     if kind not in ("warmup_lr", "warmup_decay_lr"):
         raise ConfigError(f"lr_schedule.kind={kind!r} is not a learning-rate schedule")

@@ -102,12 +102,14 @@ class StaticScale:
 
 
 class DynamicScale:
-    """Doubles after `window` good steps, halves when overflows have used up the hysteresis.
+    """Doubles after more than `window` good steps, halves when overflows have used up the hysteresis.
 
     With iteration i from 0, last overflow l from -1 and hysteresis left q from H, one step does:
-    overflow: halve if H = 1 or q = 1, else q -= 1; l = i.  Good: q = H if `consecutive_hysteresis`; when (i - l) is a
-    multiple of `window`, q = H and the scale doubles.  Then i += 1.  The scale stays within [min_scale, max_scale].
-    Raises NonFiniteError from `accept` after `give_up_after` overflows in a row at min_scale.
+    overflow: halve if q = 1, else q -= 1; l = i.  Good: q = H if `consecutive_hysteresis`; with k = i - l - 1 good
+    steps before this one, when k > 0 is a multiple of `window`, q = H and the scale doubles.  Then i += 1.  So the
+    first doubling is on good step window + 1, as in DeepSpeed.  The scale stays within [min_scale, max_scale].
+    Raises NonFiniteError from `accept` at overflow number `give_up_after` in a row that finds the scale at min_scale
+    and the hysteresis used up.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class DynamicScale:
     def _overflow(self) -> None:
         self.non_finite += 1
         self._last_overflow = self._iteration
-        if self._scale <= self._min:
+        if self._left == 1 and self._scale <= self._min:
             self._in_a_row_at_min += 1
             if self._in_a_row_at_min >= self._give_up_after:
                 raise NonFiniteError(
@@ -165,7 +167,8 @@ class DynamicScale:
         self._in_a_row_at_min = 0
         if self._consecutive:
             self._left = self._hysteresis
-        if (self._iteration - self._last_overflow) % self._window == 0:
+        before = self._iteration - self._last_overflow - 1
+        if before > 0 and before % self._window == 0:
             self._left = self._hysteresis
             self._scale = min(self._scale * 2, self._max)
 

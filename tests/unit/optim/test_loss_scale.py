@@ -10,8 +10,8 @@ from trilithon.errors import CheckpointError, NonFiniteError
 from trilithon.optim.loss_scale import DynamicScale, NoScale, StaticScale
 
 OVERFLOWS = [1, 1, 0, 0, 0, 0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0]
-NORMAL = [1024, 512, 512, 512, 512, 1024, 1024, 1024, 1024, 512, 256, 256, 256, 256, 512, 512, 512, 512, 1024]
-CONSECUTIVE = [1024, 512, 512, 512, 512, 1024, 1024, 1024, 1024, 1024, 512, 512, 512, 512, 1024, 1024, 1024, 1024, 2048]
+NORMAL = [1024, 512, 512, 512, 512, 512, 1024, 1024, 1024, 512, 256, 256, 256, 256, 256, 512, 512, 512, 512]
+CONSECUTIVE = [1024, 512, 512, 512, 512, 512, 1024, 1024, 1024, 1024, 512, 512, 512, 512, 512, 1024, 1024, 1024, 1024]
 
 
 @pytest.mark.parametrize("consecutive,golden", [(False, NORMAL), (True, CONSECUTIVE)])
@@ -32,14 +32,15 @@ def reference(
     c, last, left, trace = 2.0**10, -1, hysteresis, []
     for i, overflow in enumerate(overflows):
         if overflow:
-            if hysteresis == 1 or left == 1:
+            if left == 1:
                 c = max(c / 2, low)
             else:
                 left -= 1
             last = i
         else:
             left = hysteresis if consecutive else left
-            if (i - last) % window == 0:
+            clean = i - last - 1  # steps without overflow before this one
+            if clean > 0 and clean % window == 0:
                 left, c = hysteresis, min(c * 2, high)
         trace.append(c)
     return trace
@@ -68,13 +69,15 @@ def test_random_sequences_follow_the_rule(seed: int) -> None:
     )
 
 
-def test_the_first_growth_comes_after_exactly_window_good_steps() -> None:
+def test_the_scale_grows_on_the_good_step_after_window_others() -> None:
     scale = DynamicScale(8, window=5)
-    assert [scale.accept(True) and scale.scale for _ in range(6)] == [8, 8, 8, 8, 16, 16]
+    trace = [scale.accept(True) and scale.scale for _ in range(12)]
+    assert trace == [8, 8, 8, 8, 8, 16, 16, 16, 16, 16, 32, 32]
 
 
 def test_the_scale_of_backward_is_the_one_to_divide_by_on_a_growth_step() -> None:
     scale = DynamicScale(8, window=1)
+    scale.accept(True)
     used = scale.scale
     gradient = 3.0 * used  # what backward would have made of a true gradient of 3
     assert gradient / scale.scale == 3.0  # read before `accept`, as the update is
@@ -84,7 +87,7 @@ def test_the_scale_of_backward_is_the_one_to_divide_by_on_a_growth_step() -> Non
 
 def test_the_scale_stays_within_its_bounds() -> None:
     scale = DynamicScale(2, window=1, hysteresis=1, min_scale=1, max_scale=4, give_up_after=100)
-    assert [scale.accept(True) and scale.scale for _ in range(3)] == [4, 4, 4]
+    assert [scale.accept(True) and scale.scale for _ in range(4)] == [2, 4, 4, 4]
     assert [scale.accept(False) or scale.scale for _ in range(4)] == [2, 1, 1, 1]
 
 
@@ -99,6 +102,17 @@ def test_giving_up_counts_overflows_in_a_row_at_the_minimum_and_names_the_parame
         NonFiniteError, match=r"3 steps in a row .* minimum, 1; .*'layer\.weight'.* lower the learning rate"
     ):
         scale.accept(False)
+
+
+def test_hysteresis_comes_before_giving_up_at_the_minimum() -> None:
+    scale = DynamicScale(2, hysteresis=3, min_scale=1, give_up_after=1)
+    assert [scale.accept(False) or scale.scale for _ in range(3)] == [2, 2, 1]  # three overflows: tolerate two, halve
+    with pytest.raises(NonFiniteError, match="minimum, 1"):
+        scale.accept(False)
+    at_the_floor = DynamicScale(1, hysteresis=2, min_scale=1, give_up_after=1)
+    at_the_floor.accept(False)  # one is tolerated there as well
+    with pytest.raises(NonFiniteError, match="minimum, 1"):
+        at_the_floor.accept(False)
 
 
 def test_a_resumed_scale_goes_on_as_if_never_stopped() -> None:
