@@ -50,6 +50,22 @@ def _own_part(engine: Engine, unit: Unit, kind: str) -> Tensor | None:
     return own
 
 
+def state_dict_on(engine: Engine, rank: int, *, frozen: bool) -> dict[str, Tensor] | None:
+    """Collective: as `ordinary_state_dict`, on the CPU of one rank; the others hold one tensor at a time."""
+    sharding, module = engine._sharding, engine.module
+    trained = {name for group in engine._groups for name in group.names}
+    names = [name for name in sharding.names if frozen or name in trained]
+    mine = engine.rank == rank
+    whole = {name: tensor.detach().to("cpu", copy=True) for name, tensor in sharding.full("param", names) if mine}
+    if not mine:
+        return None
+    first = {id(param): name for name, param in module.named_parameters()}
+    every = [(name, first[id(param)]) for name, param in module.named_parameters(remove_duplicate=False)]
+    tied = {name: whole[stored] for name, stored in every if stored in whole}
+    kept = {name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(module)}
+    return {**kept, **whole, **tied}
+
+
 def ordinary_state_dict(engine: Engine) -> dict[str, Tensor]:
     """Collective: what `module.state_dict()` of an ordinary model would hold; tied names share one tensor."""
     sharding, module = engine._sharding, engine.module
