@@ -56,7 +56,7 @@ _MODULES = (
     *("sequence", "utils", "zero"),
 )
 _INSTEAD = {
-    "elasticity": "trilithon.launch restarts with the ranks that are left; give batch.global_size and let the rest follow.",
+    "elasticity": "trilithon launch restarts with the ranks that are left; give the batch sizes themselves.",
     "compression": "trilithon.compress.distill has knowledge distillation; quantised training is not in this version.",
     "autotuning": "`trilithon check` and `trilithon doctor` say what a configuration will need.",
     "inference": "Generation goes through the module itself, under trilithon.zero.gathered or engine.uneven().",
