@@ -1,0 +1,1 @@
+"""Names of other libraries, mapped onto ours."""

@@ -1,0 +1,1 @@
+"""The public names of DeepSpeed, mapped onto ours."""

@@ -1,0 +1,3 @@
+"""stub until compatcore's is here."""
+from typing import Any
+def get_accelerator() -> Any: ...
