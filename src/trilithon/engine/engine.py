@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trilithon.checkpoint.report import LoadReport, SaveProgress, SaveReport
+from trilithon.comm.collectives import Group
 from trilithon.engine import abandoned, memory, own_state, whole_tensors
 from trilithon.engine.checkpointing import Checkpointing
 from trilithon.engine.parts import Parts
@@ -95,6 +96,25 @@ class Engine(Training):
         """
         self.drain()
         return whole_tensors.view(self, kind, pattern)
+
+    @property
+    def expert_groups(self) -> Mapping[int, tuple[Group, Group, Group]]:
+        """By expert-parallel degree: tokens travel over the first group, the others hold the same experts."""
+        return self._experts.groups
+
+    def rewrite(self, kind: str, name: str, value: Tensor) -> None:
+        """Collective: new values, the same on every rank, for one whole tensor of `view`: "master" (what forward reads
+        follows), "grad" or a field of the optimizer's state. Raises ProtocolError for what is not there to be written.
+        """
+        whole_tensors.rewrite(self, kind, name, value)
+
+    def rewrite_own(self, kind: str, name: str, values: Tensor) -> None:
+        """As `rewrite`, of what this rank holds: flat, as `own_part` gives it. Collective below stage 3."""
+        whole_tensors.rewrite_own(self, kind, name, values)
+
+    def own_part(self, kind: str, name: str) -> tuple[Tensor, int]:
+        """(flat copy of what this rank holds of one tensor of `view`, where it starts in the flattened whole)."""
+        return whole_tensors.own_part(self, kind, name)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Collective: what `module.state_dict()` of an ordinary model would hold, whole, on every rank."""

@@ -24,6 +24,9 @@ from trilithon.compat.deepspeed.resolve import ROOT
 from trilithon.compat.deepspeed.runtime.config import ArgumentError, DeepSpeedConfig
 from trilithon.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from trilithon.compat.deepspeed.runtime.lr_schedules import SCHEDULES
+from trilithon.compat.deepspeed.runtime.zero.parameter_offload import adopt
+from trilithon.compat.deepspeed.utils.z3_leaf_module import leaf_classes
+from trilithon.config import Config
 from trilithon.engine.build import initialize as native_initialize
 
 _CLASSES: dict[str, tuple[type[ByName], type[ByName]]] = {  # by kind: with state on the device, and elsewhere
@@ -83,9 +86,9 @@ def initialize(
     scheduler = _scheduler(settings, basic, lr_scheduler, driven=optimizer is not None)
     previous = _ENGINES.get(model)
     if previous is not None:
-        previous.native.close()
-    native_settings = settings.native.model_copy(update={"optimizer": None, "lr_schedule": None})
-    native = native_initialize(model, native_settings, optimizer=basic)
+        previous.destroy(give_back=True)
+    native = native_initialize(model, _native(settings, model), optimizer=basic)
+    adopt(native)
     engine = _engine_class(model)(
         native,
         settings,
@@ -98,6 +101,16 @@ def initialize(
     )
     _ENGINES[model] = engine
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _native(settings: DeepSpeedConfig, model: nn.Module) -> Config:
+    """Without optimizer and schedule, which are objects already; with the modules that are gathered as one."""
+    native, leaves = settings.native, leaf_classes(model)
+    changes: dict[str, Any] = {"optimizer": None, "lr_schedule": None}
+    if leaves and native.zero.stage == 3:
+        units = tuple(dict.fromkeys((*(native.zero.unit_classes or ()), *leaves)))
+        changes["zero"] = native.zero.model_copy(update={"unit_classes": units})
+    return native.model_copy(update=changes)
 
 
 def _configuration(args: Any, config: Any) -> Any:

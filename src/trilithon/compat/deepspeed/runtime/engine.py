@@ -26,6 +26,7 @@ from trilithon.compat.deepspeed.runtime.config import DeepSpeedConfig
 from trilithon.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from trilithon.compat.deepspeed.runtime.engine_checkpoints import Checkpoints
 from trilithon.compat.deepspeed.runtime.engine_settings import Settings
+from trilithon.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, release
 from trilithon.engine.engine import Engine
 from trilithon.errors import ProtocolError
 
@@ -66,14 +67,18 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
 
     def _wrapped(self, optimizer: torch.optim.Optimizer | None) -> Any:
-        """Stage 0 in fp32 shows the torch optimizer itself."""
+        """Stage 0 in fp32 shows the torch optimizer itself; stage 3 without one, what its parameters are kept by."""
         stage, precision = self._config.zero_optimization_stage, self._config.native.precision.kind
+        if optimizer is None and stage == 3:
+            return DeepSpeedZeRoOffload(self.module)
         if optimizer is None or (stage == 0 and precision == "fp32"):
             return optimizer
         kind: type[DeepSpeedOptimizer] = DeepSpeedZeroOptimizer if stage else FP16_UnfusedOptimizer
         if stage == 3:
-            kind = DeepSpeedZeroOptimizer_Stage3
-        elif stage == 1 and precision == "bf16" and self._config.native.zero.accumulate_dtype == "fp32":
+            made = DeepSpeedZeroOptimizer_Stage3(self, optimizer)
+            made.parameter_offload = DeepSpeedZeRoOffload(self.module)
+            return made
+        if stage == 1 and precision == "bf16" and self._config.native.zero.accumulate_dtype == "fp32":
             kind = BF16_Optimizer
         return kind(self, optimizer)
 
@@ -233,9 +238,11 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
     def empty_partition_cache(self) -> None:
         """What was gathered is freed after its use."""
 
-    def destroy(self) -> None:
-        """The engine ends. Collective. At stage 3 parameters stay cut, so that no rank needs room for all of them."""
-        self.native.close(give_back=self._config.zero_optimization_stage < 3)
+    def destroy(self, *, give_back: bool | None = None) -> None:
+        """The engine ends. Collective. give_back: make the model's parameters whole; by default not at stage 3, where
+        no rank may have room for all of them."""
+        release(self.native)
+        self.native.close(give_back=self._config.zero_optimization_stage < 3 if give_back is None else give_back)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(\n  (module): {self.module!r}\n)"

@@ -66,7 +66,7 @@ class Checkpoints:
         }
         state = {**_plain(dict(client_state or {})), _CARRIED: _plain(carried)}
         name = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        self.native.save(save_dir, name, state, latest=save_latest, frozen=not exclude_frozen_parameters)
+        self.native.save(Path(save_dir), name, state, latest=save_latest, frozen=not exclude_frozen_parameters)
         script = Path(save_dir) / "zero_to_fp32.py"
         if self.native.rank == 0 and self._config.zero_enabled and not script.exists():
             script.write_text(_RECOVERY)

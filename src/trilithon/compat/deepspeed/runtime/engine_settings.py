@@ -137,9 +137,8 @@ class Settings:
         return bool(self.config.get("zero_allow_untested_optimizer", False))
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        names = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
-        names += ("gather_16bit_weights_on_model_save",)
-        return any(self._zero().get(name) is True for name in names)
+        names = ("gather_16bit_weights_on_model_save", "gather_fp16_weights_on_model_save")
+        return any(self._zero().get(prefix + name) is True for name in names for prefix in ("stage3_", ""))
 
     def _zero(self) -> Mapping[str, Any]:
         section = self.config.get("zero_optimization")

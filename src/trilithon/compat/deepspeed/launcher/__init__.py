@@ -1,0 +1,1 @@
+"""`deepspeed.launcher`: DeepSpeed's command line for starting ranks, on `trilithon.launch`."""
