@@ -18,11 +18,12 @@ _TYPED = (
     *("hybrid_engine", "compile", "timers", "tensor_parallel", "weight_quantization"),
 )
 _UNTYPED = (
-    *("aio", "activation_checkpointing", "flops_profiler", "autotuning", "pipeline", "checkpoint", "data_types"),
+    *("aio", "flops_profiler", "autotuning", "pipeline", "checkpoint", "data_types"),
     *("data_efficiency", "expert_parallel"),
 )
-# What a caller decides with other means than the configuration of the engine.
-_OF_THE_CALLER = {"checkpoint": ("load_universal",)}  # checkpoints of every layout are recognised when they are loaded
+# What does not reach the engine: checkpoints of every layout are recognised when they are loaded, and which activations
+# are kept, and where, is between the model and the functions that it calls.
+_ELSEWHERE = ("checkpoint.load_universal", "activation_checkpointing")
 
 
 def tolerant(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -30,7 +31,7 @@ def tolerant(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     left_out: list[str] = []
     block: dict[str, Any] = {}
     for name, value in raw.items():
-        if not isinstance(name, str) or (name not in TABLE and not name.startswith("_")):
+        if not isinstance(name, str) or name in _ELSEWHERE or (name not in TABLE and not name.startswith("_")):
             left_out.append(str(name))
         elif name in _UNTYPED and isinstance(value, Mapping):
             block[name] = _known(name, value, TABLE[name], left_out)
@@ -48,7 +49,7 @@ def tolerant(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 def _known(name: str, value: Mapping[Any, Any], entry: Entry, left_out: list[str]) -> dict[str, Any]:
     keys = entry.keys if isinstance(entry, Block | Feature) else None
-    dropped = [key for key in value if (keys is not None and key not in keys) or key in _OF_THE_CALLER.get(name, ())]
+    dropped = [key for key in value if (keys is not None and key not in keys) or f"{name}.{key}" in _ELSEWHERE]
     left_out += [f"{name}.{key}" for key in dropped]
     return {key: below for key, below in value.items() if key not in dropped}
 

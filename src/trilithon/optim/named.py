@@ -50,7 +50,7 @@ class Named(torch.optim.Optimizer):
             )
         self._taken = True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of whole parameters from their `grad`. Raises ProtocolError where an engine makes the steps."""
         if self._taken:
             raise ProtocolError(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from trilithon.config.deepspeed_release import deepspeed_release
+import os
 
-_VERSIONS = {"0.19": "0.19.8", "0.16": "0.16.5"}
-
-version = _VERSIONS[deepspeed_release()]
+# Without trilithon.config, which takes a while to import: a package that is only looked at has to be cheap.
+version = "0.16.5" if os.environ.get("TRILITHON_DEEPSPEED_RELEASE") == "0.16" else "0.19.8"
 git_hash = git_branch = "unknown"
 installed_ops: dict[str, bool] = {}
 compatible_ops: dict[str, bool] = {}

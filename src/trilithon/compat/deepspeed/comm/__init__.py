@@ -51,7 +51,9 @@ def init_distributed(
         else:
             dist.init_process_group(backend or "gloo", init_method, timeout, int(os.environ["WORLD_SIZE"]), rank)
         return
-    dist.init_process_group(backend or "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout)
+    dist.init_process_group(
+        backend or "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
+    )
 
 
 def get_rank(group: Any = None) -> int:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trilithon.compat.deepspeed.comm import get_local_rank, get_rank, get_world_size
+from trilithon.compat.deepspeed.monitor.monitor import MonitorMaster
 from trilithon.compat.deepspeed.runtime.base_optimizer import (
     BF16_Optimizer,
     DeepSpeedOptimizer,
@@ -63,6 +64,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         self.dp_world_size = self.seq_dp_world_size = native.mesh.data_size
         self.mp_world_size = native.mesh.axes.size("tensor")
         self.enable_backward_allreduce, self.is_compiled = True, False
+        self.monitor = MonitorMaster(config)
         self.collate_fn, self.training_data = collate_fn, training_data
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
 
@@ -160,7 +162,16 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
                 self.lr_scheduler.step(**(lr_kwargs or {}))
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
+            self._tell()
         self.micro_steps += 1
+
+    def _tell(self) -> None:
+        """The events that DeepSpeed writes at a boundary, beside what our engine records under its own names."""
+        if self.monitor.enabled and self.basic_optimizer is not None:
+            events = [("Train/Samples/lr", self.get_lr()[0], self.global_samples)]
+            if self.fp16_enabled():
+                events.append(("Train/Samples/loss_scale", self.native.loss_scale, self.global_samples))
+            self.monitor.write_events(events)
 
     def was_step_applied(self) -> bool:
         """The last `step()` moved the parameters."""

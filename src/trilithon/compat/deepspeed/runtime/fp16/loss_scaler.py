@@ -29,7 +29,7 @@ class LossScalerBase:
         """The scale is fixed."""
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
-        (loss * self.loss_scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        (loss * self.loss_scale).backward(retain_graph=retain_graph)
 
 
 class LossScaler(LossScalerBase):
