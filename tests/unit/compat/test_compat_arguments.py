@@ -221,7 +221,7 @@ def test_what_programs_send_along_is_tolerated_and_the_dict_is_left_as_it_was():
     close_after(engine)
     _, left_out = tolerant(block)
     assert set(left_out) == {
-        "zero_optimization.reduce_bucket_size", "something_of_the_programs_own", "bf16.enabled", "aio.thread_count",
+        "zero_optimization.reduce_bucket_size", "something_of_the_programs_own", "bf16.enabled",
         "checkpoint.load_universal", "checkpoint.unknown", "activation_checkpointing",
         "zero_optimization.offload_optimizer.nvme_path", "zero_optimization.offload_param.nvme_path",
     }  # fmt: skip
