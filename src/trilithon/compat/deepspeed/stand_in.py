@@ -23,17 +23,6 @@ NAME, HERE = "deepspeed", "trilithon.compat.deepspeed"
 ON_PATH = Path(__file__).parent / "on_path"
 MARK = "trilithon.compat.deepspeed"  # in every `deepspeed/__init__.py` of ours
 
-_ABSENT = {
-    "autotuning": "Use `trilithon bench` and batch.micro_size.",
-    "compression": "Compression is not part of this version.",
-    "elasticity": "Checkpoints load on any number of ranks: give batch.global_size.",
-    "inference": "Use the plain model's own generate(); engine.uneven() serves ranks of different lengths.",
-    "nebula": "Checkpoints are written in the background: checkpoint.blocking in the configuration.",
-    "linear": "Use peft for low-rank adapters.",
-    "datastates": "Checkpoints are written in the background already.",
-    "model_implementations": "Use the models of transformers.",
-}
-
 
 def environment() -> dict[str, str]:
     """PYTHONPATH with which a process, and what it starts, finds the module and its metadata."""
@@ -77,8 +66,8 @@ def _refuse_beside_another() -> None:
     if others or foreign:
         what = f"DeepSpeed {others[0].version}" if others else str(foreign[0].parent)
         raise ImportError(
-            f"trilithon's stand-in for DeepSpeed is installed beside {what}. Keep one of them: `pip uninstall deepspeed` "
-            "until none is left, then install the one that you want. Without installing anything, `python -m "
+            f"trilithon's stand-in for DeepSpeed is installed beside {what}. Keep one: `pip uninstall deepspeed` until "
+            "none is left, then install the one that you want. Without installing anything, `python -m "
             f"{HERE} script.py` uses trilithon for one program."
         )
 
@@ -93,9 +82,7 @@ class _Finder(MetaPathFinder, InspectLoader):
             return None
         found = _spec(fullname)
         if found is None:
-            top = fullname.split(".")[1]
-            if top in _ABSENT:
-                raise ModuleNotFoundError(f"{fullname} does not exist here. {_ABSENT[top]}", name=fullname)
+            _say_instead(fullname)
             return None
         return ModuleSpec(fullname, self, origin=found.origin, is_package=found.submodule_search_locations is not None)
 
@@ -106,7 +93,9 @@ class _Finder(MetaPathFinder, InspectLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
-        module.__spec__ = module.__spec__.loader_state  # importlib has put the other name's there; it runs under its own
+        module.__spec__ = (
+            module.__spec__.loader_state
+        )  # importlib has put the other name's there; it runs under its own
 
     def get_code(self, fullname: str) -> CodeType | None:
         """For `python -m deepspeed.<path>`."""
@@ -117,6 +106,15 @@ class _Finder(MetaPathFinder, InspectLoader):
     def get_source(self, fullname: str) -> str | None:
         found = _spec(fullname)
         return Path(found.origin).read_text(encoding="utf-8") if found is not None and found.origin else None
+
+
+def _say_instead(fullname: str) -> None:
+    """A part of DeepSpeed that is not here says so, and what to use; for any other name the import fails as usual."""
+    top = fullname.split(".")[1]
+    try:
+        getattr(importlib.import_module(HERE), top)
+    except AttributeError as error:
+        raise ModuleNotFoundError(str(error), name=fullname) from None
 
 
 def _name_here(fullname: str) -> str:
