@@ -20,6 +20,7 @@ _HOME = {
     "moe": "trilithon.parallel.moe",
     "MoE": "trilithon.parallel.moe",
     "TrilithonError": "trilithon.errors",
+    "BatchError": "trilithon.errors",
     "ConfigError": "trilithon.errors",
     "DataError": "trilithon.errors",
     "CheckpointError": "trilithon.errors",
@@ -32,6 +33,7 @@ _HOME = {
 }
 
 __all__ = [
+    "BatchError",
     "CheckpointError",
     "CollectiveError",
     "Config",
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from trilithon.config import Config as Config
     from trilithon.engine.build import initialize as initialize
     from trilithon.engine.engine import Engine as Engine
+    from trilithon.errors import BatchError as BatchError
     from trilithon.errors import CheckpointError as CheckpointError
     from trilithon.errors import CollectiveError as CollectiveError
     from trilithon.errors import ConfigError as ConfigError

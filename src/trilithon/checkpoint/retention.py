@@ -21,12 +21,13 @@ _OLD_S = 24 * 3600.0  # after which a hidden folder of another host is taken for
 class Retention:
     """keep: how many of the newest stay, None for all. keep_every: those at multiples of this step stay as well.
 
-    spared: tags that stay in any case.
+    spared: tags that stay in any case. latest: the pointer names the new checkpoint.
     """
 
     keep: int | None = None
     keep_every: int | None = None
     spared: frozenset[str] = frozenset()
+    latest: bool = True
 
 
 def to_remove(steps: Sequence[tuple[str, int]], retention: Retention, newest: str) -> list[str]:

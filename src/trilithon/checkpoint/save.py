@@ -294,7 +294,8 @@ def _commit(prepared: Prepared, written: Sequence[Written], retention: Retention
     if path.exists():
         durable.rename(path, replaced)
     durable.rename(partial, path)
-    durable.replace_file(root / POINTER, f"{prepared.tag}\n".encode(), prepared.token)
+    if retention.latest:
+        durable.replace_file(root / POINTER, f"{prepared.tag}\n".encode(), prepared.token)
     with suppress(OSError, CheckpointError):  # the checkpoint is there; what is left to do is to tidy up
         durable.remove_folder(replaced)
         prune(root, retention, newest=prepared.tag)

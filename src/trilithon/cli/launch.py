@@ -14,6 +14,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from trilithon.compat.deepspeed import stand_in
+from trilithon.compat.deepspeed.launcher.flags import environment_file, native_arguments
 from trilithon.errors import TrilithonError
 from trilithon.launch import Command, LaunchOptions, make_plan
 
@@ -51,6 +53,20 @@ def run(
     ssh: Annotated[bool, typer.Option("--ssh", help="Start every machine of the host file from here.")] = False,
     ssh_command: Annotated[str, typer.Option("--ssh-command", help="The ssh program.")] = "ssh -o BatchMode=yes",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the process table and start nothing.")] = False,
+    local_rank: Annotated[
+        bool, typer.Option("--local-rank", help="Append --local_rank=N to the arguments of rank N of a machine.")
+    ] = False,
+    export: Annotated[
+        list[str] | None, typer.Option("--export", help="With --ssh: a variable that the machines get as well.")
+    ] = None,
+    deepspeed: Annotated[
+        bool,
+        typer.Option(
+            "--deepspeed",
+            help="SCRIPT is written for DeepSpeed: its module is put in place. As the first option, those that follow "
+            "are the flags of DeepSpeed's own launcher.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The table of --dry-run as JSON.")] = False,
     stop_with_stdin: Annotated[bool, typer.Option("--stop-with-stdin", hidden=True)] = False,
 ) -> None:
@@ -60,7 +76,7 @@ def run(
             raise typer.BadParameter("--module and --no-python exclude each other; keep one.")
         kind: Literal["script", "module", "program"] = "module" if module else "program" if no_python else "script"
         options = LaunchOptions(
-            command=Command(kind, target, tuple(arguments or ())),
+            command=Command(kind, target, tuple(arguments or ()), local_rank),
             nproc=nproc,
             host_file=host_file,
             include=include,
@@ -74,7 +90,9 @@ def run(
             grace_s=grace,
             ssh=ssh,
         )
-        status = _carry_out(options, shlex.split(ssh_command), dry_run, as_json, stop_with_stdin)
+        if deepspeed:
+            os.environ.update({**environment_file(), **stand_in.environment()})
+        status = _carry_out(options, shlex.split(ssh_command), dry_run, as_json, stop_with_stdin, export or [])
     except TrilithonError as error:
         if os.environ.get("TRILITHON_TRACEBACK", "") not in ("", "0"):
             raise
@@ -85,7 +103,20 @@ def run(
     raise typer.Exit(status)
 
 
-def _carry_out(options: LaunchOptions, ssh: list[str], dry_run: bool, as_json: bool, stop_with_stdin: bool) -> int:
+def complete(arguments: list[str]) -> list[str]:
+    """`--deepspeed` first: DeepSpeed's flags follow. Exits with 2 where they are wrong."""
+    if arguments[:1] != ["--deepspeed"]:
+        return arguments
+    try:
+        return native_arguments(arguments[1:])
+    except TrilithonError as error:
+        typer.echo(f"trilithon launch: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _carry_out(  # noqa: PLR0917 (called once)
+    options: LaunchOptions, ssh: list[str], dry_run: bool, as_json: bool, stop_with_stdin: bool, export: list[str]
+) -> int:
     from trilithon.launch import checks, remote, table
 
     plan = make_plan(options, os.environ)
@@ -95,7 +126,7 @@ def _carry_out(options: LaunchOptions, ssh: list[str], dry_run: bool, as_json: b
         typer.echo(json.dumps(table.process_records(plan), indent=1) if as_json else table.process_table(plan))
         return 0
     if options.ssh:
-        return remote.run_over_ssh(plan, ssh)
+        return remote.run_over_ssh(plan, ssh, export)
     if stop_with_stdin:
         remote.stop_with_stdin()
     from trilithon.launch.agent import run_node  # torch is imported here and not before

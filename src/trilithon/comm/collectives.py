@@ -112,6 +112,11 @@ class Group:
             self._pairs = self._within_one_host(self._pairs)
 
     @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """torch's group under this one; None for a group of one."""
+        return self._process_group
+
+    @property
     def rank(self) -> int:
         """This process's place in the group."""
         return self._rank

@@ -92,7 +92,10 @@ class Checkpointing:
     def last(self) -> SaveReport | None:
         return self._background.last
 
-    def save(self, folder: Path | str, tag: str | None, client_state: Mapping[str, Any] | None, blocking: bool) -> Path:
+    def save(  # noqa: PLR0917 (of engine.save)
+        self, folder: Path | str, tag: str | None, client_state: Mapping[str, Any] | None, blocking: bool,
+        latest: bool, frozen: bool,
+    ) -> Path:  # fmt: skip
         engine, begun, settings = self._engine, time.monotonic(), self._engine.config.checkpoints
         self._background.collect()
 
@@ -100,15 +103,16 @@ class Checkpointing:
             if client_state is not None and not isinstance(client_state, Mapping):
                 kind = type(client_state).__name__
                 raise CheckpointError(f"client_state is a {kind}; pass a dictionary of plain data.")
-            return {"folder": folder_asked(folder), "tag": tag_asked(tag), "blocking": bool(blocking)}
+            told = {"folder": folder_asked(folder), "tag": tag_asked(tag), "blocking": bool(blocking)}
+            return {**told, "latest": bool(latest), "frozen": bool(frozen)}
 
         agreed(self._control, "engine.save", asked, what=SAVE)
         root = folder_asked(folder)
         name = tag if tag is not None else f"step-{engine.steps:08d}"
-        contents = contents_of(engine, client_state)
+        contents = contents_of(engine, client_state, frozen=frozen)
         prepared = prepare(root, name, contents, self._control, file_bytes=settings.file_bytes)
         spared = frozenset(self._loaded[path] for path in self._loaded if path == root)
-        retention = Retention(settings.keep, settings.keep_every, spared)
+        retention = Retention(settings.keep, settings.keep_every, spared, latest)
         notes = _notes(engine)
         if engine.rank == 0 and self.last is None:
             for note in notes:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from trilithon.checkpoint.report import LoadReport, SaveProgress, SaveReport
-from trilithon.engine import abandoned, memory, whole_tensors
+from trilithon.comm.collectives import Group
+from trilithon.engine import abandoned, memory, own_state, whole_tensors
 from trilithon.engine.checkpointing import Checkpointing
 from trilithon.engine.parts import Parts
 from trilithon.engine.train_state import Stateful
@@ -32,6 +33,8 @@ class Engine(Training):
     """Trains one model. Made by `trilithon.initialize`; a context manager that closes itself.
 
     stateful: objects whose state belongs to the run (loaders, schedulers of yours), by name: saved and loaded with it.
+    boundary: None to count backwards up to the accumulation; True or False to say yourself, for as long as it stands,
+    whether a backward is the last one before an update, and so whether `step` updates.
     Read-only: module, config, device, rank, world_size, mesh (who is where), slices (what tensor ranks share), steps
     (updates applied), accumulation, skipped_steps, micro_steps, global_samples, lr, loss_scale, ledger; and of the last
     step: grad_norm (before clipping), clip_factor, non_finite (elements, over all ranks), loss (mean over all of them).
@@ -94,10 +97,46 @@ class Engine(Training):
         self.drain()
         return whole_tensors.view(self, kind, pattern)
 
+    @property
+    def expert_groups(self) -> Mapping[int, tuple[Group, Group, Group]]:
+        """By expert-parallel degree: tokens travel over the first group, the others hold the same experts."""
+        return self._experts.groups
+
+    def rewrite(self, kind: str, name: str, value: Tensor) -> None:
+        """Collective: new values, the same on every rank, for one whole tensor of `view`: "master" (what forward reads
+        follows), "grad" or a field of the optimizer's state. Raises ProtocolError for what is not there to be written.
+        """
+        whole_tensors.rewrite(self, kind, name, value)
+
+    def rewrite_own(self, kind: str, name: str, values: Tensor) -> None:
+        """As `rewrite`, of what this rank holds: flat, as `own_part` gives it. Collective below stage 3."""
+        whole_tensors.rewrite_own(self, kind, name, values)
+
+    def own_part(self, kind: str, name: str) -> tuple[Tensor, int]:
+        """(flat copy of what this rank holds of one tensor of `view`, where it starts in the flattened whole)."""
+        return whole_tensors.own_part(self, kind, name)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Collective: what `module.state_dict()` of an ordinary model would hold, whole, on every rank."""
         self.drain()
         return whole_tensors.ordinary_state_dict(self)
+
+    def state_dict_on(self, rank: int, *, frozen: bool = True) -> dict[str, Tensor] | None:
+        """Collective: as `state_dict`, but on one rank alone, in the memory of its host; None on the others.
+
+        frozen=False leaves out what is not trained."""
+        self.drain()
+        return whole_tensors.state_dict_on(self, rank, frozen=frozen)
+
+    def own_state(self) -> dict[str, Any]:
+        """This rank's part of optimizer state and fp32 weights, for programs that keep it themselves; see `save`."""
+        self.drain()
+        return own_state.own_state(self)
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Collective: what `own_state` of the same rank returned, for as many ranks cut alike; else CheckpointError."""
+        self.drain()
+        own_state.load_own_state(self, state)
 
     def memory(self) -> dict[str, int]:
         """Bytes on this rank by category, all tiers together: parameters, gradients, master (off the device part of
@@ -119,17 +158,19 @@ class Engine(Training):
     # ----------------------------------------------------------------------------------------------- checkpoints
     def save(
         self, folder: Path | str, tag: str | None = None, client_state: Mapping[str, Any] | None = None,
-        blocking: bool = True,
+        blocking: bool = True, *, latest: bool = True, frozen: bool = True,
     ) -> Path:  # fmt: skip
         """Collective: save everything that training needs to go on exactly; returns the checkpoint's folder.
 
         tag: its name, "step-<steps>" by default; one of that name is replaced. client_state: plain data of yours. With
         blocking=False state is copied now and written while training goes on; the next call of `step` or of a method
-        here raises what failed. Raises CheckpointError on all ranks alike; older checkpoints stay as they were.
+        here raises what failed. latest=False leaves the pointer "latest" where it is. frozen=False leaves parameters
+        out that are not trained; a load keeps those that the model has. Raises CheckpointError on all ranks alike;
+        older checkpoints stay as they were.
         """
         self._require_open()
         self.drain()
-        return self._checkpointing.save(folder, tag, client_state, blocking)
+        return self._checkpointing.save(folder, tag, client_state, blocking, latest, frozen)
 
     def load(
         self, folder: Path | str, tag: str | None = "latest", strict: bool = True, parts: Sequence[str] | None = None

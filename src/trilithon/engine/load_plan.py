@@ -106,8 +106,12 @@ def _plan_weights(engine: Engine, reader: CheckpointReader, plan: LoadPlan) -> N
         plan.ignored("weights", stored)
         plan.ignored("buffers", [entry.name for entry in reader.entries("buffer")])
         return
+    trained = {name for group in engine._groups for name in group.names}
     for name, shape in shapes.items():
         found = reader.find("master", name) or reader.find("frozen", name)
+        if found is None and reader.extra.get("without_frozen") and name not in trained:
+            plan.initialised("weights", [name])
+            continue
         _match(plan, "weights", name, shape, found=found, into=plan.sources)
     for name, shape in buffers.items():
         _match(plan, "buffers", name, shape, found=reader.find("buffer", name), into=plan.buffers)

@@ -40,10 +40,10 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> None: ...
 
 
-def contents_of(engine: Engine, client_state: Mapping[str, Any] | None) -> Contents:
-    """Everything that this rank hands over to a save. Collective."""
-    holdings = [*slice_holdings(engine), *named_holdings(engine), *frozen_holdings(engine), *buffer_holdings(engine)]
-    holdings += [*window_holdings(engine), *rank_state_holdings(engine)]
+def contents_of(engine: Engine, client_state: Mapping[str, Any] | None, *, frozen: bool = True) -> Contents:
+    """Everything that this rank hands over to a save. Collective. frozen: parameters that nothing trains as well."""
+    holdings = [*slice_holdings(engine), *named_holdings(engine), *_fixed_holdings(engine, frozen)]
+    holdings += [*buffer_holdings(engine), *window_holdings(engine), *rank_state_holdings(engine)]
     settings = engine.config
     about = {
         "world_size": engine.world_size,
@@ -57,10 +57,14 @@ def contents_of(engine: Engine, client_state: Mapping[str, Any] | None) -> Conte
         holdings=holdings,
         views=views_of(engine),
         aliases=aliases_of(engine.module),
-        shared=shared_state(engine),
+        shared=shared_state(engine) if frozen else {**shared_state(engine), "without_frozen": True},
         own=own_state(engine, client_state),
         about=about,
     )
+
+
+def _fixed_holdings(engine: Engine, frozen: bool) -> Iterator[Holding]:
+    return frozen_holdings(engine) if frozen else _without_elements(engine)
 
 
 SAVE = "engine.save, which every rank has to call"  # what the watchdog says when one does not

@@ -55,6 +55,7 @@ class Training:
     def __init__(self, module: nn.Module, parts: Parts) -> None:
         self.module, self.config, self.device, self.ledger = module, parts.config, parts.device, parts.ledger
         self.accumulation = parts.batch.accumulation
+        self.boundary: bool | None = None
         self._monitor = parts.monitor
         self.hooks: list[StepHook] = [parts.monitor] if parts.monitor is not None else []
         self.steps = self.skipped_steps = self.micro_steps = 0
@@ -99,8 +100,8 @@ class Training:
 
     @property
     def at_boundary(self) -> bool:
-        """The next `step()` updates: as many backwards as the accumulation asks for have run."""
-        return self._window.backwards >= self.accumulation
+        """The next `step()` updates: as many backwards as the accumulation asks for have run, or `boundary` says so."""
+        return self._window.backwards >= self.accumulation if self.boundary is None else self.boundary
 
     # -------------------------------------------------------------------------------------------------- one step
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,25 +125,30 @@ class Training:
             mode = self._update.sync_mode(self.steps + 1) if self._update is not None else SyncMode.MEAN
             self._sharding.begin_step(mode, self.steps + self.skipped_steps + 1)
 
-    def backward(self, loss: Tensor, weight: float | Tensor | None = None, *, retain_graph: bool = False) -> None:
+    def backward(
+        self, loss: Tensor, weight: float | Tensor | None = None, *, retain_graph: bool = False,
+        share: float | None = None,
+    ) -> None:  # fmt: skip
         """Backward of one micro-batch, and on its last one the reduction of gradients.
 
         loss: a scalar. Without `weight` the update follows the mean of all losses over ranks and micro-batches. With
         `weight` (tokens, say) `loss` is a sum, and the update follows sum of losses / sum of weights over all of them;
-        a rank without data passes weight=0. More backwards than the accumulation before one step add up.
+        a rank without data passes weight=0. More backwards than the accumulation before one step add up. share: the
+        factor on this loss in place of 1 / accumulation; 1 for a loss that the caller has divided already.
         Raises ProtocolError out of order, NonFiniteError never (`step` decides). After an exception in backward the
         accumulation starts again from nothing.
         """
         self._require_open()
-        self._check_loss(loss, weight)
+        self._check_loss(loss, weight, share)
         self._open_window()
         window = self._window
-        last = window.backwards + 1 >= self.accumulation
+        last = window.backwards + 1 >= self.accumulation if self.boundary is None else self.boundary
         if self._syncing:
             self._sharding.micro_step(last)
         else:
             self._sharding.micro_step_without_sync()
-        factor = self._precision.scale / (self.accumulation if weight is None else 1)
+        scale = self._precision.scale
+        factor = scale * share if share is not None else scale / (self.accumulation if weight is None else 1)
         self._experts.weigh(factor if weight is None else factor * float(weight))
         try:
             scaled = loss if loss.dtype == torch.float64 else loss.float()
@@ -168,7 +174,7 @@ class Training:
         lost, self._window, self._window_open = self._window.backwards, _Window(), False
         abandoned.add_notes(error, lost=lost, stage=self._sharding.stage)
 
-    def _check_loss(self, loss: Tensor, weight: object) -> None:
+    def _check_loss(self, loss: Tensor, weight: object, share: float | None) -> None:
         if self._update is None:
             raise ProtocolError("this engine has no optimizer: pass one to initialize(), or set config.optimizer.")
         if self._uneven:
@@ -178,6 +184,8 @@ class Training:
             raise ProtocolError(f"engine.backward takes a loss of one element; got {what}. Reduce it: loss.mean().")
         if not loss.requires_grad:
             raise ProtocolError("the loss does not depend on a trainable parameter: was it computed under no_grad()?")
+        if share is not None and (weight is not None or not share > 0):
+            raise ProtocolError(f"share={share}: a factor above 0, and instead of a weight.")
         if self._window.backwards and (weight is None) != (self._window.weight is None):
             raise ProtocolError("either all backwards before a step get a weight, or none of them.")
 
@@ -230,6 +238,11 @@ class Training:
     def _forget_window(self) -> None:
         self._sharding.drop_gradients()
         self._window, self._window_open = _Window(), False
+
+    def drop_gradients(self) -> None:
+        """Forget what backwards since the last step have added up; the accumulation starts again from nothing."""
+        self._require_open()
+        self._forget_window()
 
     def _unscale(self, total_weight: float) -> float:
         """What the stored gradient is multiplied by to be the gradient of the mean loss."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from trilithon.contracts import Slice
+from trilithon.engine.coordinates import Run, in_whole, whole_shapes
 from trilithon.engine.train_state import persistent_buffers
 from trilithon.errors import ProtocolError
 from trilithon.zero.unit import Unit
@@ -34,7 +36,18 @@ def view(engine: Engine, kind: str, pattern: str) -> Iterator[tuple[str, Tensor]
 
 def field_of(engine: Engine, kind: str, names: list[str]) -> Iterator[tuple[str, Tensor]]:
     """Collective: one field of the optimizer's state, whole. Raises ProtocolError for a field that it does not keep."""
+    known = set().union(*engine._sharding.exchange(_fields_here(engine), "fields of the optimizer's state"))
+    if kind not in known:  # on all ranks alike; one without a slice cannot tell by itself
+        raise ProtocolError(f"unknown kind '{kind}'; there are 'param', 'grad' and {sorted(known)}")
     return engine._sharding.full_of(lambda unit: _own_part(engine, unit, kind), names)
+
+
+def _fields_here(engine: Engine) -> list[str]:
+    part = next(iter(engine._sharding.slices()), None)
+    if part is None or engine._update is None:
+        return []
+    with engine._update.state(part) as state:
+        return sorted(state)
 
 
 def _own_part(engine: Engine, unit: Unit, kind: str) -> Tensor | None:
@@ -48,6 +61,114 @@ def _own_part(engine: Engine, unit: Unit, kind: str) -> Tensor | None:
                 raise ProtocolError(f"unknown kind '{kind}'; there are 'param', 'grad' and {sorted(state)}")
             own[start:stop].copy_(state[kind])
     return own
+
+
+def state_dict_on(engine: Engine, rank: int, *, frozen: bool) -> dict[str, Tensor] | None:
+    """Collective: as `ordinary_state_dict`, on the CPU of one rank; the others hold one tensor at a time."""
+    sharding, module = engine._sharding, engine.module
+    trained = {name for group in engine._groups for name in group.names}
+    names = [name for name in sharding.names if frozen or name in trained]
+    mine = engine.rank == rank
+    whole = {name: tensor.detach().to("cpu", copy=True) for name, tensor in sharding.full("param", names) if mine}
+    if not mine:
+        return None
+    first = {id(param): name for name, param in module.named_parameters()}
+    every = [(name, first[id(param)]) for name, param in module.named_parameters(remove_duplicate=False)]
+    tied = {name: whole[stored] for name, stored in every if stored in whole}
+    kept = {name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(module)}
+    return {**kept, **whole, **tied}
+
+
+@torch.no_grad()
+def rewrite(engine: Engine, kind: str, name: str, value: Tensor) -> None:
+    """Collective: one whole tensor of `view` gets new values, the same on every rank.
+
+    kind: "master" (what forward reads follows), "grad" (between the last backward and `step`: the mean gradient,
+    unscaled) or a field of the optimizer's state. value: of the parameter's shape. Raises ProtocolError for a kind or
+    a name that is not there, and for another shape.
+    """
+    shape = whole_shapes(engine).get(name)
+    if shape is None or tuple(value.shape) != shape:
+        raise ProtocolError(f"'{name}' has shape {shape}, and the new {kind} has {tuple(value.shape)}.")
+    flat = value.reshape(-1)
+    _write(engine, kind, name, [(one, flat[one[1].start : one[1].start + one[1].numel]) for one in _runs(engine, name)])
+
+
+@torch.no_grad()
+def rewrite_own(engine: Engine, kind: str, name: str, values: Tensor) -> None:
+    """As `rewrite`, but of what this rank holds: flat, as long as `own_part` gives it. Collective below stage 3."""
+    runs = _runs(engine, name)
+    sizes = [run.numel for _, run in runs]
+    if values.numel() != sum(sizes):
+        raise ProtocolError(f"this rank holds {sum(sizes)} elements of '{name}', and {values.numel()} were given.")
+    _write(engine, kind, name, list(zip(runs, values.reshape(-1).split(sizes))))
+
+
+@torch.no_grad()
+def own_part(engine: Engine, kind: str, name: str) -> tuple[Tensor, int]:
+    """(flat copy of "master", "grad" or a field of the optimizer's state on this rank, where it starts in the whole).
+
+    Nothing is communicated, except that a gradient has to be agreed on first, which is collective.
+    """
+    scale = _agreed_scale(engine) if kind == "grad" else 1.0
+    runs = _runs(engine, name)
+    found = [_field(engine, part, kind, run.offset, run.numel) * scale for part, run in runs]
+    return (torch.cat(found), runs[0][1].start) if found else (torch.empty(0, device=engine.device), 0)
+
+
+def _runs(engine: Engine, name: str) -> list[tuple[Slice, Run]]:
+    """The parts of a parameter on this rank, in order. Raises ProtocolError for one that nothing trains."""
+    if engine._update is None or name not in engine._sharding.trainable_names:
+        raise ProtocolError(f"'{name}' is frozen, or no parameter of this engine: no state of it is here.")
+    found = [
+        (part, run)
+        for part in engine._sharding.slices()
+        for shard in part.shards
+        for run in in_whole(engine, shard.name, shard.shape, shard.start, shard.numel, shard.offset)
+        if run.name == name
+    ]
+    return sorted(found, key=lambda one: one[1].start)
+
+
+def _write(engine: Engine, kind: str, name: str, parts: Sequence[tuple[tuple[Slice, Run], Tensor]]) -> None:
+    engine.drain()
+    scale = _agreed_scale(engine) if kind == "grad" else 1.0
+    for (part, run), values in parts:
+        here = slice(run.offset, run.offset + run.numel)
+        if kind == "grad":
+            if part.brings:
+                raise ProtocolError(f"the gradient of '{name}' rests off the device, where it cannot be written.")
+            part.grad[here] = (values / scale).to(part.grad.device)
+            continue
+        assert engine._update is not None
+        with engine._update.state(part, write=True) as state:
+            _require_kind(kind, state)
+            state[kind][here] = values.to(state[kind].device)
+            if kind == "master" and part.low is not None:
+                part.low[here] = values.to(part.low.device)
+    if kind == "master":
+        engine._sharding.publish()
+
+
+def _agreed_scale(engine: Engine) -> float:
+    """Collective: what the stored gradient is multiplied by to be the mean gradient."""
+    if not engine._window.backwards:
+        raise ProtocolError("no gradient is here: ask between the last engine.backward() and engine.step()")
+    return engine._unscale(engine._sharding.settle([engine._window.weight or 0.0]).extra[0])
+
+
+def _field(engine: Engine, part: Slice, kind: str, offset: int, numel: int) -> Tensor:
+    if kind == "grad":
+        return part.grad[offset : offset + numel].float()
+    assert engine._update is not None
+    with engine._update.state(part) as state:
+        _require_kind(kind, state)
+        return state[kind][offset : offset + numel].clone()
+
+
+def _require_kind(kind: str, state: Mapping[str, Tensor]) -> None:
+    if kind not in state:
+        raise ProtocolError(f"unknown kind '{kind}'; there are 'grad' and {sorted(state)}")
 
 
 def ordinary_state_dict(engine: Engine) -> dict[str, Tensor]:

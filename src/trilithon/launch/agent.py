@@ -102,6 +102,9 @@ class NodeAgent(SimpleElasticAgent):
                     "LOCAL_RANK": str(worker.local_rank),
                     "WORLD_SIZE": str(worker.world_size),
                     "LOCAL_WORLD_SIZE": str(len(workers)),
+                    "LOCAL_SIZE": str(len(workers)),  # this and the next two: for scripts that know MPI's launchers
+                    "CROSS_RANK": str(worker_group.group_rank),
+                    "CROSS_SIZE": str(worker_group.group_world_size),
                     "GROUP_RANK": str(worker_group.group_rank),
                     "GROUP_WORLD_SIZE": str(worker_group.group_world_size),
                     "ROLE_RANK": str(worker.role_rank),
@@ -116,7 +119,7 @@ class NodeAgent(SimpleElasticAgent):
                     "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
                 }
             )
-        commands = [_rank_command(self._plan.command, record) for record in records]
+        commands = [_rank_command(self._plan.command, *one) for one in enumerate(records)]
         self._starting = True
         try:
             self._processes = NodeProcesses.start(commands, environments, records)
@@ -266,11 +269,11 @@ def _spec(plan: Plan, timeout_s: int) -> WorkerSpec:
     )
 
 
-def _rank_command(command: Command, record: Path) -> list[str]:
+def _rank_command(command: Command, local_rank: int, record: Path) -> list[str]:
     if command.kind == "program":
-        return [command.target, *command.args]
+        return command.words(local_rank)
     bootstrap = [sys.executable, "-u", child.__file__, str(record), str(os.getpid()), command.kind]
-    return [*bootstrap, command.target, *command.args]
+    return [*bootstrap, command.target, *command.args_of(local_rank)]
 
 
 def _take_signals(agent: NodeAgent) -> dict[int, Any]:

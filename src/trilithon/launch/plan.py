@@ -37,12 +37,17 @@ class Command:
     kind: Literal["script", "module", "program"]
     target: str
     args: tuple[str, ...] = ()
+    local_rank: bool = False  # --local_rank=N follows the arguments, for scripts that read it there
 
-    def words(self) -> list[str]:
-        """The command as it would be typed without a launcher."""
+    def words(self, local_rank: int | None = None) -> list[str]:
+        """The command as it would be typed without a launcher, on one rank or (None) without saying on which."""
+        args = self.args if local_rank is None else self.args_of(local_rank)
         if self.kind == "program":
-            return [self.target, *self.args]
-        return [sys.executable, *(["-m"] if self.kind == "module" else []), self.target, *self.args]
+            return [self.target, *args]
+        return [sys.executable, *(["-m"] if self.kind == "module" else []), self.target, *args]
+
+    def args_of(self, local_rank: int) -> tuple[str, ...]:
+        return (*self.args, f"--local_rank={local_rank}") if self.local_rank else self.args
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,8 @@ class Plan:
                     "MASTER_PORT": "free" if self.master_port is None else str(self.master_port),
                     **self.added_environment(place),
                 }
-                rows.append(Process(node.host, len(rows), local_rank, device, environment, tuple(self.command.words())))
+                command = tuple(self.command.words(local_rank))
+                rows.append(Process(node.host, len(rows), local_rank, device, environment, command))
         return rows
 
     def added_environment(self, node_rank: int) -> dict[str, str]:

@@ -23,9 +23,13 @@ _END_WITHIN_S = 4.0  # for an agent, once its ranks have ended
 _CARRIED = ("OMP_NUM_THREADS", "PYTHONPATH", "TRILITHON_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_")
 
 
-def node_commands(plan: Plan, environment: Mapping[str, str], folder: str) -> list[str]:
-    """One shell line per node that starts its agent in `folder`, every word quoted for a POSIX shell."""
-    carried = {name: value for name, value in environment.items() if name.startswith(_CARRIED)}
+def node_commands(plan: Plan, environment: Mapping[str, str], folder: str, exported: Sequence[str] = ()) -> list[str]:
+    """One shell line per node that starts its agent in `folder`, every word quoted for a POSIX shell.
+
+    exported: variables that go along besides those that always do.
+    """
+    chosen = set(exported)
+    carried = {name: value for name, value in environment.items() if name.startswith(_CARRIED) or name in chosen}
     lines = []
     for rank, node in enumerate(plan.nodes):
         settings = dict(carried)
@@ -37,18 +41,21 @@ def node_commands(plan: Plan, environment: Mapping[str, str], folder: str) -> li
         words += ["--num-nodes", str(len(plan.nodes)), "--node-rank", str(rank), "--master-addr", plan.master_addr]
         words += ["--master-port", str(plan.master_port or DEFAULT_PORT), "--stop-with-stdin"]
         words += ["--grace", f"{plan.grace_s:g}"]
+        words += ["--local-rank"] if plan.command.local_rank else []
         words += (["--device", "cpu"] if on_cpu else []) + kind + [plan.command.target, *plan.command.args]
         assigned = [f"{name}={value}" for name, value in settings.items()]
         lines.append(f"cd {shlex.quote(folder)} && exec {shlex.join(['env', *assigned, *words])}")
     return lines
 
 
-def run_over_ssh(plan: Plan, ssh: Sequence[str] = DEFAULT_SSH) -> int:
+def run_over_ssh(plan: Plan, ssh: Sequence[str] = DEFAULT_SSH, exported: Sequence[str] = ()) -> int:
     """Start every node, wait, and return the first failing node's exit status (0 when all ended well).
+
+    exported: variables of this environment that the nodes get too.
 
     Raises LaunchError if the ssh program cannot be started. 128 + n after signal n.
     """
-    lines = node_commands(plan, os.environ, os.getcwd())
+    lines = node_commands(plan, os.environ, os.getcwd(), exported)
     nodes: list[subprocess.Popen[bytes]] = []
     stopped: list[int] = []
     wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -25,7 +25,7 @@ from trilithon.optim.compressors import make_compressor
 from trilithon.optim.elementwise import Elementwise, Rule, Settings
 from trilithon.optim.foreign import Foreign
 from trilithon.optim.freeze import Freeze
-from trilithon.optim.groups import AnyOptimizer, Group, OptimizerSettings
+from trilithon.optim.groups import AnyOptimizer, Declared, Group, OptimizerSettings
 from trilithon.optim.lamb import LAMB_FIELDS, Lamb
 from trilithon.optim.link import Link
 from trilithon.optim.lion import LionRule
@@ -79,6 +79,9 @@ def make_update(
     members count as tensors of their own to rules with norms per tensor.
     Raises ConfigError if the optimizer cannot run over slices, or has already made steps of its own.
     """
+    if isinstance(optimizer, Declared):
+        optimizer.take_over()
+        optimizer = optimizer.section
     if isinstance(optimizer, OptimizerSettings):
         if optimizer.kind == "lamb":
             return Lamb(groups, names, device, store, stacks)
@@ -102,6 +105,8 @@ def make_update(
 
 def state_fields(optimizer: AnyOptimizer, groups: Sequence[Settings]) -> int | None:
     """Tensors that the rule for `optimizer` keeps per element beside the masters; None if the optimizer runs itself."""
+    if isinstance(optimizer, Declared):
+        optimizer = optimizer.section
     if isinstance(optimizer, OptimizerSettings) and optimizer.kind == "lamb":
         return len(LAMB_FIELDS)
     rule: Rule | None

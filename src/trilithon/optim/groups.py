@@ -26,6 +26,17 @@ class OptimizerSettings(Protocol):
     def model_dump(self) -> dict[str, Any]: ...
 
 
+@runtime_checkable
+class Declared(Protocol):
+    """A torch optimizer that says which update rule of ours it stands for (`optim.named.Named`)."""
+
+    section: OptimizerSettings
+
+    def take_over(self) -> None:
+        """From now on an engine makes the steps."""
+        ...
+
+
 Factory = Callable[[Any], torch.optim.Optimizer]
 AnyOptimizer = torch.optim.Optimizer | OptimizerSettings | Factory
 

@@ -14,11 +14,14 @@ from __future__ import annotations
 from trilithon.zero.composite import RankPlacement, Replicas
 from trilithon.zero.gather import gathered
 from trilithon.zero.init import init
+from trilithon.zero.own_slice import OwnSlice, is_cut, is_held, own_slice
+from trilithon.zero.sharded_parameter import shapes_only
 from trilithon.zero.sharding import Communicators, Precisions, ZeroSharding
 from trilithon.zero.tiling import TiledLinear, tile, untile
 
 __all__ = [
     "Communicators",
+    "OwnSlice",
     "Precisions",
     "RankPlacement",
     "Replicas",
@@ -26,6 +29,10 @@ __all__ = [
     "ZeroSharding",
     "gathered",
     "init",
+    "is_cut",
+    "is_held",
+    "own_slice",
+    "shapes_only",
     "tile",
     "untile",
 ]

@@ -224,6 +224,13 @@ class Builder:
         forget_owner(param)
         return param.data
 
+    def own_slice(self, param: nn.Parameter) -> tuple[Tensor, int, int]:
+        """(values [n], where they start in the flattened parameter, over how many ranks it is cut); see `own_slice`."""
+        whole = self._open.get(id(param))
+        own = self._own(whole) if whole is not None else self._shards[id(param)]
+        start = min(self._comm.rank * own.numel(), param.numel())
+        return own[: min(own.numel(), param.numel() - start)], start, self._comm.world_size
+
     @contextmanager
     def hold(self, params: Sequence[nn.Parameter], modify: int | None) -> Iterator[Mapping[str, Tensor]]:
         require_rank(modify, self._comm.world_size)

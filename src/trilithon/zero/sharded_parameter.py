@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -37,6 +37,8 @@ class Owner(Protocol):
 
 _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> function that gives its Owner, None when it is gone
 _CLASSES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Parameter -> its class while whole
+
+_SHAPES_ONLY: list[None] = []  # one entry for each open context
 
 _PROPERTIES = (
     "shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "grad_fn", "layout", "ndim", "is_cuda", "is_cpu",
@@ -89,6 +91,8 @@ class ShardedParameter(nn.Parameter):
         if func is torch.Tensor.stride or func is torch.Tensor.is_contiguous:
             like = torch.empty(args[0].shape, device="meta")  # the placeholder's strides are not the parameter's
             return func(like, *args[1:], **kwargs)
+        if _SHAPES_ONLY and func is torch.Tensor.detach:
+            return torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
         waiting = list(_sharded_in((args, kwargs)))
         while waiting:
             owner = owner_of(waiting[0])
@@ -104,6 +108,19 @@ class ShardedParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(sharded over ranks, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Inside, `detach` of a sharded parameter gives its shape and type without values ("meta"); nothing is gathered.
+
+    For programs that ask `module.state_dict()` for names and shapes only.
+    """
+    _SHAPES_ONLY.append(None)
+    try:
+        yield
+    finally:
+        _SHAPES_ONLY.pop()
 
 
 def _refusal(how: str) -> ShardedParameterError:

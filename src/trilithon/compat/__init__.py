@@ -1,0 +1,1 @@
+"""Other libraries' public names, mapped onto ours: `trilithon.compat.deepspeed`."""

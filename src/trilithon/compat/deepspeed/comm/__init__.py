@@ -1,0 +1,130 @@
+"""`deepspeed.comm`: torch.distributed under other names, and the ways to begin.
+
+Functions of torch.distributed that are not defined here are theirs. Before any process group exists there is one rank.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp as ReduceOp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trilithon.comm import mesh
+from trilithon.errors import ConfigError
+
+DEFAULT_TIMEOUT = timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", "10")))
+
+
+def is_available() -> bool:
+    return dist.is_available()
+
+
+def is_initialized() -> bool:
+    return dist.is_initialized()
+
+
+def init_distributed(
+    dist_backend: str | None = None, auto_mpi_discovery: bool = True, distributed_port: int = 29500,
+    verbose: bool = True, timeout: timedelta | None = None, init_method: str | None = None,
+    dist_init_required: bool | None = None, config: Any = None, rank: int = -1, world_size: int = -1,
+) -> None:  # fmt: skip
+    """Join the process group that the launcher's environment describes; without one, a group of this process alone.
+
+    dist_backend: "nccl" becomes gloo for CPU tensors and NCCL for those of a GPU. Raises ConfigError for an environment
+    that is half set.
+    """
+    if dist.is_initialized() or dist_init_required is False:
+        return
+    seconds = (timeout or DEFAULT_TIMEOUT).total_seconds()
+    backend = "cpu:gloo,cuda:nccl" if dist_backend == "nccl" and torch.cuda.is_available() else dist_backend
+    if rank >= 0 and world_size > 0:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+    if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        if init_method is None:
+            mesh.init_distributed(backend, seconds)
+        else:
+            dist.init_process_group(backend or "gloo", init_method, timeout, int(os.environ["WORLD_SIZE"]), rank)
+        return
+    dist.init_process_group(
+        backend or "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
+    )
+
+
+def get_rank(group: Any = None) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def get_local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK") or 0)
+
+
+def get_world_group() -> Any:
+    return dist.group.WORLD
+
+
+def get_global_rank(group: Any, group_rank: int) -> int:
+    return dist.get_global_rank(group, group_rank) if group is not None else group_rank
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    return dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
+
+
+def barrier(group: Any = None, async_op: bool = False, **_: Any) -> Any:
+    return dist.barrier(group=group, async_op=async_op) if dist.is_initialized() else None
+
+
+def reduce_scatter_fn(
+    output: Any, tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
+    return dist.reduce_scatter_tensor(output, tensor, op=op, group=group, async_op=async_op)
+
+
+def allgather_fn(output: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+    return dist.all_gather_into_tensor(output, tensor, group=group, async_op=async_op)
+
+
+def all_gather_coalesced(outputs: Any, inputs: Any, group: Any = None, async_op: bool = False) -> Any:
+    """outputs[i]: [world_size * n_i], of inputs[i]: [n_i]."""
+    works = [dist.all_gather_into_tensor(out, one, group=group, async_op=True) for out, one in zip(outputs, inputs)]
+    if async_op:
+        return works[-1]
+    for work in works:
+        work.wait()
+    return None
+
+
+def has_all_gather_into_tensor() -> bool:
+    return True
+
+
+has_reduce_scatter_tensor = has_coalescing_manager = has_all_reduce_coalesced = has_all_gather_into_tensor
+
+
+def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> DeviceMesh:
+    return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", mesh_shape, mesh_dim_names=mesh_dim_names)
+
+
+def configure(*_args: Any, **_kwargs: Any) -> None:
+    """Bytes of the engine's collectives are always counted: `engine.native.ledger`."""
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
+    raise ConfigError(
+        "deepspeed.comm.log_summary(): the bytes of an engine's collectives are in engine.native.ledger, and times on "
+        "the step that monitor.profile_step names."
+    )
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(dist, name)

@@ -1,0 +1,204 @@
+"""Saving and loading through a `DeepSpeedEngine`. Files are ours, under DeepSpeed's names of folders.
+
+What is loaded may be a checkpoint of ours, of any number of ranks and stage, or one that DeepSpeed wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trilithon.checkpoint import open_checkpoint
+from trilithon.compat.deepspeed.git_version_info import version
+from trilithon.compat.deepspeed.runtime.config import DeepSpeedConfig
+from trilithon.compat.deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
+from trilithon.engine.engine import Engine
+from trilithon.errors import ProtocolError
+from trilithon.zero import gathered
+
+logger = logging.getLogger(__name__)
+
+_CARRIED = "deepspeed"  # key of what this adapter adds to a checkpoint
+_POINTERS = ("latest", "latest_universal")
+_RECOVERY = '''"""Writes the fp32 weights of a checkpoint in this folder to one file. Needs the package trilithon."""
+
+from trilithon.compat.deepspeed.utils.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+class Checkpoints:
+    """Mixed into the engine, whose attributes these are."""
+
+    native: Engine
+    module: nn.Module
+    _config: DeepSpeedConfig
+    config: dict[str, Any]
+    lr_scheduler: Any
+    basic_optimizer: torch.optim.Optimizer | None
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+
+    def save_checkpoint(
+        self, save_dir: str | os.PathLike[str], tag: str | None = None, client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True, exclude_frozen_parameters: bool = False,
+    ) -> bool:  # fmt: skip
+        """Collective; True. tag: `global_step<n>` by default. client_state: plain data (and argparse.Namespace)."""
+        if not isinstance(save_dir, str | os.PathLike) or not os.fspath(save_dir):
+            raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
+        carried = {
+            "global_steps": self.global_steps,
+            "global_samples": self.global_samples,
+            "skipped_steps": self.skipped_steps,
+            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
+            "ds_config": _plain(self.config),
+            "ds_version": version,
+        }
+        state = {**_plain(dict(client_state or {})), _CARRIED: _plain(carried)}
+        name = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        self.native.save(Path(save_dir), name, state, latest=save_latest, frozen=not exclude_frozen_parameters)
+        script = Path(save_dir) / "zero_to_fp32.py"
+        if self.native.rank == 0 and self._config.zero_enabled and not script.exists():
+            script.write_text(_RECOVERY)
+        return True
+
+    def load_checkpoint(
+        self, load_dir: str | os.PathLike[str], tag: str | None = None, load_module_strict: bool = True,
+        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True, load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
+        """Collective; (path inside the checkpoint's folder, what was handed to `save_checkpoint` and more).
+
+        (None, None) where no tag is given and nothing was saved. Raises CheckpointError, on all ranks, for what does
+        not fit; load_module_strict=False restores what fits.
+        """
+        if custom_load_fn is not None:
+            raise ProtocolError(
+                "load_checkpoint(custom_load_fn=...): weights are restored slice by slice and never as one state dict. "
+                "Use load_module_strict=False, or trilithon.checkpoint.open_checkpoint to read tensors yourself."
+            )
+        root = Path(load_dir)
+        if tag is None and not any((root / name).exists() for name in (*_POINTERS, "MANIFEST.json")):
+            logger.warning("there is no 'latest' file at %s, so nothing was loaded; or name a tag", root)
+            return None, None
+        with open_checkpoint(root, str(tag) if tag is not None else None) as reader:
+            extra = reader.extra
+        optimizer = load_optimizer_states and not load_module_only and self.basic_optimizer is not None
+        parts = ["weights"]
+        if not load_module_only and self.basic_optimizer is not None:
+            parts.append("counters")
+        if optimizer:
+            parts += ["optimizer", "scaler"]
+            if extra.get("schedule") and extra["schedule"]["scheduler"] is None:
+                parts.append("schedule")  # the rates that the groups had; a scheduler's own state is below
+        report = self.native.load(root, str(tag) if tag is not None else "latest", load_module_strict, parts)
+        client_state = dict(_lively(report.client_state))
+        carried = client_state.pop(_CARRIED, {})
+        if not load_module_only:
+            steps = self.native.steps + self.native.skipped_steps
+            self.global_steps = carried.get("global_steps", steps)
+            self.global_samples = carried.get("global_samples", self.native.global_samples)
+            self.skipped_steps = carried.get("skipped_steps", self.native.skipped_steps)
+            if load_lr_scheduler_states and self.lr_scheduler is not None:
+                self._load_scheduler(carried.get("lr_scheduler"), extra.get("schedule"))
+        known = {"ds_config": carried.get("ds_config"), "ds_version": carried.get("ds_version", version)}
+        told = {"global_samples": self.global_samples, "dp_world_size": reader.manifest.world_size}
+        return str(report.path / "MANIFEST.json"), {**known, **told, **client_state}
+
+    def _load_scheduler(self, own: Mapping[str, Any] | None, saved: Mapping[str, Any] | None) -> None:
+        if own is None and saved is not None:  # written without this adapter, by our engine or by DeepSpeed
+            own = saved["scheduler"]
+            if own is None and type(self.lr_scheduler).__name__ in VALID_LR_SCHEDULES:
+                own = {"last_batch_iteration": saved["updates"] - 1}
+        if own is None:
+            logger.warning("the checkpoint holds no state for the %s; it begins anew", type(self.lr_scheduler).__name__)
+        else:
+            self.lr_scheduler.load_state_dict(dict(own))
+
+    # ------------------------------------------------------------------------------------------------ whole weights
+    def save_16bit_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:  # fmt: skip
+        """Collective: rank 0 writes the weights in the type that forward reads. True if it did."""
+        if self._config.zero_optimization_stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
+            logger.info(
+                "%s was not saved: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true, or use "
+                "save_checkpoint, which any number of ranks can read",
+                save_filename,
+            )
+            return False
+        state = self.native.state_dict_on(0, frozen=not exclude_frozen_parameters)
+        if state is not None:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(state, Path(save_dir) / save_filename)
+        self.native.drain()
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        raise NotImplementedError  # of Settings, which comes first in the engine
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        if self._config.zero_optimization_stage != 3:
+            raise ValueError("this function requires ZeRO-3 mode")
+        return self.native.state_dict_on(0, frozen=not exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Collective: whole weights on rank 0, None elsewhere; at any stage and on any mesh."""
+        return self.native.state_dict_on(0, frozen=not exclude_frozen_parameters)
+
+    def module_state_dict(
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
+        """The module's own, with what this rank holds."""
+        state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters():
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None, *_: Any, **__: Any
+    ) -> None:
+        """Whole weights under "module", the same on every rank. Collective."""
+        if custom_load_fn is not None:
+            raise ProtocolError(
+                "load_module_state_dict(custom_load_fn=...): change the dictionary before, and leave it out."
+            )
+        with gathered(list(self.module.parameters()), modify=0):
+            self.module.load_state_dict(checkpoint["module"], strict=strict)
+
+
+def _plain(value: Any) -> Any:
+    """Namespaces, which programs put into checkpoints, as data; everything else as it is."""
+    if isinstance(value, argparse.Namespace):
+        return {"__namespace__": _plain(vars(value))}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item) for item in value)
+    return value
+
+
+def _lively(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        if set(value) == {"__namespace__"}:
+            return argparse.Namespace(**_lively(value["__namespace__"]))
+        return {key: _lively(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_lively(item) for item in value)
+    return value

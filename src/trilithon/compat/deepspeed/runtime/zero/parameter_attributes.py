@@ -1,0 +1,166 @@
+"""The attributes that DeepSpeed sets on parameters of stage 3, as properties of `nn.Parameter`.
+
+They exist on parameters built under `zero.Init` and on those of an engine at stage 3; on any other parameter asking for
+one raises AttributeError, so that `hasattr` tells them apart. What differs from DeepSpeed: a cut parameter keeps its
+true `shape` and `numel()`, where there it is an empty tensor, and an engine cuts flat units, so that a rank's part of
+one parameter (`ds_tensor`) may be more or less than `partition_numel()` elements.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from trilithon import zero
+
+
+class ZeroParamStatus(Enum):
+    """Whether the values of a parameter are here."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+@dataclass(eq=False)
+class _Record:
+    """What DeepSpeed keeps on a parameter. kept: its values from before `all_gather`, as long as it is whole."""
+
+    number: int
+    active: set[int] = field(default_factory=set)
+    whole: ExitStack | None = None
+    kept: Tensor | None = None
+
+
+_RECORDS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_NUMBERS = itertools.count()
+
+
+def note(param: nn.Parameter) -> None:
+    """From now on the parameter has the attributes."""
+    if not _INSTALLED:
+        _install()
+    if param not in _RECORDS:
+        _RECORDS[param] = _Record(next(_NUMBERS))
+
+
+def forget(params: Iterable[nn.Parameter]) -> None:
+    for param in params:
+        _RECORDS.pop(param, None)
+
+
+def is_noted(param: object) -> bool:
+    return isinstance(param, Tensor) and param in _RECORDS
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _status(param: nn.Parameter, _: _Record) -> ZeroParamStatus:
+    return ZeroParamStatus.NOT_AVAILABLE if zero.is_cut(param) else ZeroParamStatus.AVAILABLE
+
+
+def _own(param: nn.Parameter, _: _Record) -> Tensor:
+    own = zero.own_slice(param)
+    return param.data.view(-1) if own is None else own.values
+
+
+def _persists(param: nn.Parameter, record: _Record) -> bool:
+    """Whole although nothing asks for it: smaller than `stage3_param_persistence_threshold`."""
+    return not zero.is_cut(param) and record.whole is None
+
+
+def _all_gather(param: nn.Parameter, _: _Record) -> Callable[..., None]:
+    def all_gather(param_list: Sequence[nn.Parameter] | None = None, **_ignored: Any) -> None:
+        """Collective: whole until `partition`."""
+        for one in param_list or [param]:
+            record = _RECORDS[one]
+            if record.whole is None and zero.is_cut(one):
+                record.whole = ExitStack()
+                record.whole.enter_context(zero.gathered(one, modify=0))
+                record.kept = one.detach().clone()
+
+    return all_gather
+
+
+def _partition(param: nn.Parameter, _: _Record) -> Callable[..., None]:
+    def partition(param_list: Sequence[nn.Parameter] | None = None, has_been_updated: bool = False, **_: Any) -> None:
+        """Collective: cut again. has_been_updated: keep what rank 0 wrote since `all_gather`; else it is lost."""
+        for one in param_list or [param]:
+            record = _RECORDS[one]
+            if record.whole is None:
+                continue
+            if not has_been_updated and record.kept is not None:
+                one.data.copy_(record.kept)
+            whole, record.whole, record.kept = record.whole, None, None
+            whole.close()
+
+    return partition
+
+
+def _partition_numel(param: nn.Parameter, _: _Record) -> Callable[[], int]:
+    return lambda: -(-param.numel() // _world_size())
+
+
+def _summary(param: nn.Parameter, record: _Record) -> Callable[..., dict[str, Any]]:
+    def ds_summary(slice_shape: bool = False, use_debug_name: bool = False) -> dict[str, Any]:
+        summary = {
+            "id": record.number,
+            "status": _status(param, record).name,
+            "numel": param.numel(),
+            "ds_numel": param.numel(),
+            "shape": tuple(param.shape),
+            "ds_shape": tuple(param.shape),
+            "requires_grad": param.requires_grad,
+            "persist": _persists(param, record),
+            "active_sub_modules": record.active,
+        }
+        return summary | ({"ds_tensor.shape": tuple(_own(param, record).shape)} if slice_shape else {})
+
+    return ds_summary
+
+
+_ATTRIBUTES: dict[str, Callable[[nn.Parameter, _Record], Any]] = {
+    "ds_id": lambda _, record: record.number,
+    "ds_shape": lambda param, _: torch.Size(param.shape),
+    "ds_numel": lambda param, _: param.numel(),
+    "ds_status": _status,
+    "ds_tensor": _own,
+    "ds_persist": _persists,
+    "ds_process_group": lambda *_: dist.group.WORLD if dist.is_initialized() else None,
+    "ds_active_sub_modules": lambda _, record: record.active,
+    "ds_summary": _summary,
+    "all_gather": _all_gather,
+    "partition": _partition,
+    "partition_numel": _partition_numel,
+}
+_INSTALLED: list[str] = []
+
+
+def _install() -> None:
+    """Once in a process: properties, because a parameter of stage 3 changes between whole and cut under its user."""
+    for name, get in _ATTRIBUTES.items():
+        setattr(nn.Parameter, name, property(_getter(name, get)))
+        _INSTALLED.append(name)
+
+
+def _getter(name: str, get: Callable[[nn.Parameter, _Record], Any]) -> Callable[[nn.Parameter], Any]:
+    def read(param: nn.Parameter) -> Any:
+        record = _RECORDS.get(param)
+        if record is None:
+            raise AttributeError(
+                f"'{type(param).__name__}' object has no attribute '{name}' (it is not cut by stage 3)"
+            )
+        return get(param, record)
+
+    return read

@@ -1,0 +1,90 @@
+"""What DeepSpeed's stage 3 hangs on a model, as far as programs reach for it: hooks, external parameters, generation.
+
+Our hooks gather whatever a forward uses and leave alone what is whole already, so that generation under
+`GatheredParameters` needs none of them to be removed: the lists of hooks here are empty.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from trilithon.compat.deepspeed import engines
+from trilithon.compat.deepspeed.runtime.zero.parameter_attributes import forget, note
+from trilithon.compat.deepspeed.runtime.zero.partition_parameters import (
+    GatheredParameters,
+    external_parameters,
+    name_shapes_only,
+)
+from trilithon.engine.engine import Engine
+
+
+def adopt(engine: Engine) -> None:
+    """A new engine: its parameters can be found from now on, and get the attributes of stage 3 if that is its stage."""
+    engines.register(engine)
+    if engine.config.zero.stage == 3:
+        for param in engine.module.parameters():
+            note(param)
+        for module in engine.module.modules():
+            name_shapes_only(module)
+            object.__setattr__(module, "ds_external_parameters", functools.partial(_external, module))
+            object.__setattr__(module, "all_parameters", functools.partial(_all_parameters, module))
+
+
+def release(engine: Engine) -> None:
+    """The engine is closed: parameters and modules are as they were."""
+    forget([param for param in engine.module.parameters() if engines.engine_of(param)[0] is engine])
+    engines.unregister(engine)
+    for module in engine.module.modules():
+        for name in ("_save_to_state_dict", "ds_external_parameters", "all_parameters"):
+            vars(module).pop(name, None)
+
+
+def _external(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    yield from external_parameters(module).items()
+
+
+def _all_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    yield from module.named_parameters(recurse=False)
+    yield from _external(module)
+
+
+class _Coordinator:
+    """The order of gathers is recorded anew by itself when it changes."""
+
+    def is_invalid_trace(self) -> bool:
+        return True
+
+    def _invalidate_trace(self) -> None:
+        """Nothing to do."""
+
+
+class DeepSpeedZeRoOffload:
+    """`engine.optimizer.parameter_offload` (or `engine.optimizer` of an engine that only runs forwards)."""
+
+    def __init__(self, module: nn.Module, *_args: Any, **_kwargs: Any) -> None:
+        self.module = module
+        self.forward_hooks: list[RemovableHandle] = []
+        self.backward_hooks: list[RemovableHandle] = []
+        self.param_coordinator = _Coordinator()
+
+    def get_param_coordinator(self) -> _Coordinator:
+        return self.param_coordinator
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """The hooks are in place as long as the engine is."""
+
+    def empty_partition_cache(self) -> None:
+        """What was gathered is freed after its use."""
+
+
+@contextmanager
+def unwrap_model_for_generation(engine: Any) -> Iterator[nn.Module]:
+    """The plain module with all its parameters whole, for generate() with different lengths on the ranks."""
+    with GatheredParameters(engine.module.parameters()):
+        yield engine.module

@@ -1,0 +1,247 @@
+"""`zero.Init` and `zero.GatheredParameters` on `trilithon.zero.init` and `trilithon.zero.gathered`.
+
+What differs from DeepSpeed. Parameters are built in the type that the program asks for, on the device that it asks for,
+and the engine rounds them: masters begin with all their digits. Values may be read and written inside `Init`, and
+initial values are those of an ordinary construction. A write under `GatheredParameters` without `modifier_rank` raises
+on all ranks instead of being lost.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from trilithon import zero
+from trilithon.compat.deepspeed.accelerator import get_accelerator
+from trilithon.compat.deepspeed.runtime.zero.parameter_attributes import ZeroParamStatus, is_noted, note
+from trilithon.errors import ConfigError
+
+_orig_torch_arange = torch.arange  # transformers tells constructors apart by it
+
+
+class ZeroParamType(Enum):
+    """Of a parameter: ordinary, cut, or held elsewhere."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., Tensor], target_fp_dtype: torch.dtype, target_device: torch.device | None = None
+) -> Callable[..., Tensor]:
+    """A constructor whose floating results have this type. `Init` wraps `torch.<constructor>` with what this name is
+    bound to when it is entered, which transformers relies on."""
+
+    @functools.wraps(fn)
+    def construct(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("device") is None and target_device is not None:
+            kwargs["device"] = target_device
+        made = fn(*args, **kwargs)
+        return made.to(target_fp_dtype) if made.is_floating_point() else made
+
+    return construct
+
+
+_CONSTRUCTORS = ("empty", "zeros", "ones", "full", "eye", "linspace", "logspace", "arange", "tensor", "rand", "randn")
+
+
+class Init:
+    """Parameters registered inside are cut over all ranks; `Init(module=m)` cuts those of a module that is there.
+
+    dtype: floating tensors made inside have it; None leaves them as they are asked for. remote_device: "nvme" keeps the
+    slices in files under `offload_param.nvme_path` until initialize() takes them over; "cpu" and None where they are
+    built. config_dict_or_path is read for that path alone: values of "auto" do not matter.
+    Raises ConfigError for a data_parallel_group smaller than the world, and for arguments that have no counterpart.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Mapping[str, Any] | str | Path | None = None,
+        config: Mapping[str, Any] | str | Path | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: dist.ProcessGroup | None = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
+    ) -> None:
+        refused = {
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+            "param_swapper": param_swapper,
+        }
+        for name, value in refused.items():
+            if enabled and value:
+                raise ConfigError(f"zero.Init({name}=...) has no counterpart: all ranks hold slices, exact ones.")
+        groups = [data_parallel_group, sequence_data_parallel_group]
+        groups += [mpu.get_data_parallel_group()] if mpu is not None else []
+        if enabled and any(group is not None and group.size() != dist.get_world_size() for group in groups):
+            raise ConfigError(
+                "zero.Init over a part of the ranks: build the model without it and give the mesh in the configuration "
+                "(mesh.tensor, mesh.sequence, mesh.pipe); initialize() cuts the parameters then."
+            )
+        self._enabled, self._dtype, self._stack = enabled, dtype, ExitStack()
+        self._path = _slices_folder(config if config is not None else config_dict_or_path, remote_device)
+        if module is not None and enabled:
+            with self:
+                for part in module.modules():
+                    for name, param in list(part._parameters.items()):
+                        part.register_parameter(name, param)
+
+    def __enter__(self) -> Init:
+        if self._enabled:
+            self._stack = ExitStack()
+            self._stack.enter_context(zero.init(path=self._path))
+            hook = register_module_parameter_registration_hook(_registered)
+            self._stack.callback(hook.remove)
+            if self._dtype is not None:
+                self._wrap_constructors(self._dtype)
+        return self
+
+    def _wrap_constructors(self, dtype: torch.dtype) -> None:
+        for name in _CONSTRUCTORS:
+            plain = getattr(torch, name)
+            setattr(torch, name, zero_wrapper_for_fp_tensor_constructor(plain, dtype, target_device=None))
+            self._stack.callback(setattr, torch, name, plain)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        self._stack.callback(torch.set_default_dtype, before)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+
+def _registered(module: nn.Module, _name: str, param: nn.Parameter | None) -> None:
+    if param is not None:
+        note(param)
+        name_shapes_only(module)
+
+
+def name_shapes_only(module: nn.Module) -> None:
+    """`module.state_dict()` shows parameters that are cut as shapes without values ("meta"), and reads nothing."""
+    if "_save_to_state_dict" not in vars(module):
+        object.__setattr__(module, "_save_to_state_dict", functools.partial(_save_shapes, module))
+
+
+def _save_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    with zero.shapes_only():
+        type(module)._save_to_state_dict(module, *args, **kwargs)
+
+
+def _slices_folder(config: Mapping[str, Any] | str | Path | None, remote_device: str | None) -> Path | None:
+    if config is not None and not isinstance(config, Mapping):
+        path = Path(config)
+        config = json.loads(path.read_text()) if path.is_file() else {}
+    offload = ((config or {}).get("zero_optimization") or {}).get("offload_param") or {}
+    if remote_device == "nvme" and not offload.get("nvme_path"):
+        raise ConfigError(
+            'zero.Init(remote_device="nvme") needs zero_optimization.offload_param.nvme_path in its config.'
+        )
+    on_disk = remote_device == "nvme" or (remote_device is None and offload.get("device") == "nvme")
+    return Path(offload["nvme_path"]) / "zero_init" if on_disk and offload.get("nvme_path") else None
+
+
+_WRITTEN: set[int] = set()  # ids of the parameters that a context with a modifier_rank holds now
+
+
+class GatheredParameters:
+    """`params` (one, several, or none; also tensors that nobody cuts) are whole inside.
+
+    modifier_rank: that rank's values are everybody's afterwards, the fp32 masters' too; None to read only. A context
+    inside one that writes the same parameters adds nothing and communicates nothing. fwd_module is not needed: a
+    parameter used in the forward of any module is gathered there.
+    """
+
+    def __init__(
+        self,
+        params: Tensor | Iterable[Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        found = [params] if isinstance(params, Tensor) or not isinstance(params, Iterable) else list(params)
+        self._params = {id(param): param for param in found if isinstance(param, nn.Parameter)} if enabled else {}
+        self._rank, self._stack = modifier_rank, ExitStack()
+        if fwd_module is not None:
+            for param in self._params.values():
+                register_external_parameter(fwd_module, param)
+
+    def __enter__(self) -> GatheredParameters:
+        concerned = zero.is_cut if self._rank is None else zero.is_held
+        wanted = [p for key, p in self._params.items() if key not in _WRITTEN and concerned(p)]
+        self._stack = ExitStack()
+        self._stack.enter_context(zero.gathered(wanted, modify=self._rank))
+        if self._rank is not None:
+            for param in wanted:
+                _WRITTEN.add(id(param))
+                self._stack.callback(_WRITTEN.discard, id(param))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Say that `module` uses a parameter of another one. It is gathered there anyway; this only lists it.
+
+    Raises RuntimeError for what is not a Parameter.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise RuntimeError(f"register_external_parameter takes a torch.nn.Parameter, got {type(parameter).__name__}.")
+    external_parameters(module)[str(id(parameter))] = parameter
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Take it off the list. Raises RuntimeError if it is not a Parameter, or not there."""
+    if not isinstance(parameter, nn.Parameter) or external_parameters(module).pop(str(id(parameter)), None) is None:
+        raise RuntimeError("this is not a parameter that was registered as external to the module.")
+
+
+def external_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """What was registered, by a key of its own."""
+    found: dict[str, nn.Parameter] = vars(module).setdefault("_external_params", {})
+    return found
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """A parameter with the attributes of stage 3."""
+    return is_noted(parameter)
+
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "external_parameters",
+    "get_accelerator",
+    "is_zero_param",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "zero_wrapper_for_fp_tensor_constructor",
+]

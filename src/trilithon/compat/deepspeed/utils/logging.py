@@ -1,0 +1,52 @@
+"""`deepspeed.utils.logging`: a logger of the name that scripts know, and messages from some ranks only."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+logger = logging.getLogger("DeepSpeed")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else -1
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on these ranks; None or -1 among them: on every rank."""
+    rank = _rank()
+    if not ranks or rank < 0 or -1 in ranks or rank in ranks:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
+    """Print on rank 0, if one of the flags is up."""
+    if _rank() <= 0 and (debug or force):
+        print(message)
+
+
+@functools.lru_cache(maxsize=256)
+def warning_once(message: str) -> None:
+    """A warning that is said once."""
+    logger.warning(message)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """As `log_dist`, once for each message."""
+    _said(message, tuple(ranks or ()), level)
+
+
+@functools.lru_cache(maxsize=256)
+def _said(message: str, ranks: tuple[int, ...], level: int) -> None:
+    log_dist(message, ranks, level)
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """By name: debug, info, warning, error or critical. Raises ValueError for another one."""
+    level = logging.getLevelNamesMapping().get(log_level_str.upper())
+    if level is None:
+        raise ValueError(f"{log_level_str} is not a log level; there are debug, info, warning, error and critical.")
+    (custom_logger or logger).setLevel(level)
