@@ -36,7 +36,18 @@ def view(engine: Engine, kind: str, pattern: str) -> Iterator[tuple[str, Tensor]
 
 def field_of(engine: Engine, kind: str, names: list[str]) -> Iterator[tuple[str, Tensor]]:
     """Collective: one field of the optimizer's state, whole. Raises ProtocolError for a field that it does not keep."""
+    known = set().union(*engine._sharding.exchange(_fields_here(engine), "fields of the optimizer's state"))
+    if kind not in known:  # on all ranks alike; one without a slice cannot tell by itself
+        raise ProtocolError(f"unknown kind '{kind}'; there are 'param', 'grad' and {sorted(known)}")
     return engine._sharding.full_of(lambda unit: _own_part(engine, unit, kind), names)
+
+
+def _fields_here(engine: Engine) -> list[str]:
+    part = next(iter(engine._sharding.slices()), None)
+    if part is None or engine._update is None:
+        return []
+    with engine._update.state(part) as state:
+        return sorted(state)
 
 
 def _own_part(engine: Engine, unit: Unit, kind: str) -> Tensor | None:

@@ -23,17 +23,6 @@ NAME, HERE = "deepspeed", "trilithon.compat.deepspeed"
 ON_PATH = Path(__file__).parent / "on_path"
 MARK = "trilithon.compat.deepspeed"  # in every `deepspeed/__init__.py` of ours
 
-_ABSENT = {
-    "autotuning": "Use `trilithon bench` and batch.micro_size.",
-    "compression": "Compression is not part of this version.",
-    "elasticity": "Checkpoints load on any number of ranks: give batch.global_size.",
-    "inference": "Use the plain model's own generate(); engine.uneven() serves ranks of different lengths.",
-    "nebula": "Checkpoints are written in the background: checkpoint.blocking in the configuration.",
-    "linear": "Use peft for low-rank adapters.",
-    "datastates": "Checkpoints are written in the background already.",
-    "model_implementations": "Use the models of transformers.",
-}
-
 
 def environment() -> dict[str, str]:
     """PYTHONPATH with which a process, and what it starts, finds the module and its metadata."""
@@ -93,9 +82,7 @@ class _Finder(MetaPathFinder, InspectLoader):
             return None
         found = _spec(fullname)
         if found is None:
-            top = fullname.split(".")[1]
-            if top in _ABSENT:
-                raise ModuleNotFoundError(f"{fullname} does not exist here. {_ABSENT[top]}", name=fullname)
+            _say_instead(fullname)
             return None
         return ModuleSpec(fullname, self, origin=found.origin, is_package=found.submodule_search_locations is not None)
 
@@ -117,6 +104,15 @@ class _Finder(MetaPathFinder, InspectLoader):
     def get_source(self, fullname: str) -> str | None:
         found = _spec(fullname)
         return Path(found.origin).read_text(encoding="utf-8") if found is not None and found.origin else None
+
+
+def _say_instead(fullname: str) -> None:
+    """A part of DeepSpeed that is not here says so, and what to use; for any other name the import fails as usual."""
+    top = fullname.split(".")[1]
+    try:
+        getattr(importlib.import_module(HERE), top)
+    except AttributeError as error:
+        raise ModuleNotFoundError(str(error), name=fullname) from None
 
 
 def _name_here(fullname: str) -> str:

@@ -1,0 +1,21 @@
+"""`deepspeed.checkpoint.universal_checkpoint`: every checkpoint loads on any number of ranks as it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trilithon.compat.deepspeed.refused import refused
+
+
+@dataclass(frozen=True)
+class SubparamShape:
+    """Of parameters that are several in one, in a model's `universal_checkpoint_info()`."""
+
+    patterns: list[str]
+    shape: tuple[tuple[int, ...] | int, ...]
+    partition_dim: int
+
+
+enable_universal_checkpoint = refused(
+    "checkpoint.universal_checkpoint.enable_universal_checkpoint", "engine.load_checkpoint takes any checkpoint."
+)

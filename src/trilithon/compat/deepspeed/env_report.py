@@ -1,0 +1,39 @@
+"""`ds_report`: what runs here, in the order in which DeepSpeed reports it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from trilithon import doctor
+from trilithon.compat.deepspeed.stand_in import NAME
+from trilithon.version import __version__
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Print the report."""
+    p = argparse.ArgumentParser(prog="ds_report", description="Versions, and what `trilithon doctor` finds.")
+    p.add_argument("--hide_operator_status", action="store_true", help="leave the list of operators out")
+    p.add_argument("--hide_errors_and_warnings", action="store_true", help="versions only")
+    flags = p.parse_args(args)
+    if not flags.hide_operator_status:
+        print("operators: none is compiled ahead; kernels are compiled on first use, with plain torch beside them")
+    try:
+        version = importlib.metadata.version(NAME)
+    except importlib.metadata.PackageNotFoundError:
+        version = "not visible to this process"
+    print(f"deepspeed ......... {version}\ntrilithon ......... {__version__}")
+    print(f"torch ............. {torch.__version__}\ncuda of torch ..... {torch.version.cuda or 'none'}")
+    print(f"python ............ {sys.version.split()[0]}")
+    if not flags.hide_errors_and_warnings:
+        print(doctor.as_text(doctor.examine(bandwidth=False)))
+
+
+cli_main = main
+
+if __name__ == "__main__":
+    main()

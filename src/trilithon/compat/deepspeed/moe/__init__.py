@@ -1,0 +1,1 @@
+"""`deepspeed.moe`: mixtures of experts, on `trilithon.MoE`."""
