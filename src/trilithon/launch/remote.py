@@ -23,9 +23,7 @@ _END_WITHIN_S = 4.0  # for an agent, once its ranks have ended
 _CARRIED = ("OMP_NUM_THREADS", "PYTHONPATH", "TRILITHON_", "NCCL_", "GLOO_", "TORCH_", "CUDA_DEVICE_")
 
 
-def node_commands(
-    plan: Plan, environment: Mapping[str, str], folder: str, exported: Sequence[str] = ()
-) -> list[str]:
+def node_commands(plan: Plan, environment: Mapping[str, str], folder: str, exported: Sequence[str] = ()) -> list[str]:
     """One shell line per node that starts its agent in `folder`, every word quoted for a POSIX shell.
 
     exported: variables that go along besides those that always do.

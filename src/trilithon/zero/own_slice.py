@@ -34,7 +34,7 @@ def is_held(param: Tensor) -> bool:
 
 
 def own_slice(param: nn.Parameter) -> OwnSlice | None:
-    """This rank's slice; None for a parameter that nobody cuts. At rest on a disk it is read, which may raise TierError.
+    """This rank's slice; None for a parameter that nobody cuts. Raises TierError when it rests on a disk that fails.
 
     An engine cuts units and not parameters, so a rank's slice of one parameter may be all of it, or empty.
     """

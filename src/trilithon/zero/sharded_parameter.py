@@ -112,7 +112,7 @@ class ShardedParameter(nn.Parameter):
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Inside, `detach` of a sharded parameter gives its shape and type without values ("meta"), and nothing is gathered.
+    """Inside, `detach` of a sharded parameter gives its shape and type without values ("meta"); nothing is gathered.
 
     For programs that ask `module.state_dict()` for names and shapes only.
     """

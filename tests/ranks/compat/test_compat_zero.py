@@ -10,8 +10,9 @@ from torch import Tensor, nn
 import trilithon
 from against_plain import STAGES, engine_for, train_engine
 from trilithon.compat.deepspeed import utils, zero
+from trilithon.compat.deepspeed.engines import engine_of
 from trilithon.compat.deepspeed.runtime.zero import partition_parameters
-from trilithon.compat.deepspeed.runtime.zero.parameter_offload import adopt, engine_of, release
+from trilithon.compat.deepspeed.runtime.zero.parameter_offload import adopt, release
 from trilithon.compat.deepspeed.utils import groups
 from trilithon.errors import ConfigError, ProtocolError, ShardedParameterError
 from trilithon.testing import ranks
@@ -25,7 +26,6 @@ ADAM = {"optimizer": {"kind": "adamw", "lr": 0.01}}
 def adopted(model: nn.Module, stage: int, **changes: object) -> trilithon.Engine:
     engine = engine_for(model, stage, **changes)
     adopt(engine)
-    groups.bind(engine)
     return engine
 
 
@@ -117,7 +117,10 @@ def test_one_rank_writes_and_all_go_on_from_it():
                     model.last.weight.data.fill_(0.25)
             assert whole(engine, "param", "last.weight").unique().tolist() == [0.25]
             assert (whole(engine, "master", "last.weight") - 0.25).abs().max() < 2**-10
-            with zero.GatheredParameters([], modifier_rank=0), zero.GatheredParameters(model.first.weight, enabled=False):
+            with (
+                zero.GatheredParameters([], modifier_rank=0),
+                zero.GatheredParameters(model.first.weight, enabled=False),
+            ):
                 assert is_cut(model.first.weight) == (stage == 3)
             assert hasattr(model.last.weight, "ds_id") == (stage == 3)
             release(engine)
@@ -211,7 +214,9 @@ def test_local_parts_make_up_the_whole():
             assert sum(int(size) for size in sizes) == expected.numel()
             utils.safe_set_local_fp32_param(param, mine * 2)
             assert torch.equal(whole(engine, "master", name).view(-1), expected * 2)
-        utils.safe_set_local_optimizer_state(param, utils.safe_get_local_optimizer_state(param, "exp_avg") * 0, "exp_avg")
+        utils.safe_set_local_optimizer_state(
+            param, utils.safe_get_local_optimizer_state(param, "exp_avg") * 0, "exp_avg"
+        )
         assert utils.safe_get_full_optimizer_state(param, "exp_avg").abs().max() == 0
         release(engine)
     with adopted(MLP(), 2, **ADAM) as engine:

@@ -66,8 +66,8 @@ def _refuse_beside_another() -> None:
     if others or foreign:
         what = f"DeepSpeed {others[0].version}" if others else str(foreign[0].parent)
         raise ImportError(
-            f"trilithon's stand-in for DeepSpeed is installed beside {what}. Keep one of them: `pip uninstall deepspeed` "
-            "until none is left, then install the one that you want. Without installing anything, `python -m "
+            f"trilithon's stand-in for DeepSpeed is installed beside {what}. Keep one: `pip uninstall deepspeed` until "
+            "none is left, then install the one that you want. Without installing anything, `python -m "
             f"{HERE} script.py` uses trilithon for one program."
         )
 
@@ -93,7 +93,9 @@ class _Finder(MetaPathFinder, InspectLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
-        module.__spec__ = module.__spec__.loader_state  # importlib has put the other name's there; it runs under its own
+        module.__spec__ = (
+            module.__spec__.loader_state
+        )  # importlib has put the other name's there; it runs under its own
 
     def get_code(self, fullname: str) -> CodeType | None:
         """For `python -m deepspeed.<path>`."""

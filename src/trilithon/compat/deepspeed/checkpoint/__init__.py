@@ -12,6 +12,7 @@ from trilithon.compat.deepspeed.checkpoint.constants import (
 )
 from trilithon.compat.deepspeed.checkpoint.deepspeed_checkpoint import DeepSpeedCheckpoint
 from trilithon.compat.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from trilithon.compat.deepspeed.resolve import resolver
 
 __all__ = [
     "PARAMETER_TO_AVERAGE_PATTERNS",
@@ -23,3 +24,5 @@ __all__ = [
     "DeepSpeedCheckpoint",
     "clone_tensors_for_torch_save",
 ]
+
+__getattr__ = resolver(__name__, {}, ("ds_to_universal", "universal_checkpoint"))

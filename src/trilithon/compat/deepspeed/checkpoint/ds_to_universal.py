@@ -1,6 +1,6 @@
 """`python -m deepspeed.checkpoint.ds_to_universal`: a checkpoint written anew, as ours, which load on any mesh.
 
-    python -m deepspeed.checkpoint.ds_to_universal --input_folder run/global_step10 --output_folder run/universal
+python -m deepspeed.checkpoint.ds_to_universal --input_folder run/global_step10 --output_folder run/universal
 """
 
 from __future__ import annotations

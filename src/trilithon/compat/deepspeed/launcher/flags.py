@@ -87,7 +87,9 @@ def _refuse(args: argparse.Namespace) -> None:
         if getattr(args, name):
             raise ConfigError(f"--{name} has no counterpart here. {way}")
     if args.launcher not in ("pdsh", "slurm"):
-        raise ConfigError(f"--launcher {args.launcher} has no counterpart here: machines are started over ssh, or by srun.")
+        raise ConfigError(
+            f"--launcher {args.launcher} has no counterpart here: machines are started over ssh, or by srun."
+        )
     if args.elastic_training or args.min_elastic_nodes >= 0 or args.max_elastic_nodes >= 0:
         raise ConfigError("--elastic_training has no counterpart here: checkpoints load on any number of ranks.")
     if args.enable_each_rank_log not in ("None", None, ""):

@@ -1,4 +1,4 @@
-"""`deepspeed.launcher.multinode_runner`: machines are started over ssh or by SLURM; the other ways have no counterpart."""
+"""`deepspeed.launcher.multinode_runner`: machines are started over ssh or by SLURM, and in no other way."""
 
 from __future__ import annotations
 

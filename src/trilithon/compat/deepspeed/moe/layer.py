@@ -19,7 +19,7 @@ class MoE(trilithon.MoE):
     and `group_name` "ep_size_<n>". Raises ConfigError for arguments that do not fit.
     """
 
-    def __init__(  # noqa: PLR0917 (the order of DeepSpeed's arguments)
+    def __init__(
         self, hidden_size: int, expert: nn.Module, num_experts: int = 1, ep_size: int = 1, k: int = 1,
         capacity_factor: float = 1.0, eval_capacity_factor: float = 1.0, min_capacity: int = 4,
         use_residual: bool = False, noisy_gate_policy: str | None = None, drop_tokens: bool = True,

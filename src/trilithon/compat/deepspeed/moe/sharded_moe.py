@@ -25,7 +25,7 @@ MOELayer = MoE
 TopKGate = refused("moe.sharded_moe.TopKGate", "Use deepspeed.moe.layer.MoE, whose gate is `layer.gate`.")
 
 
-def top1gating(  # noqa: PLR0917 (the order of DeepSpeed's arguments)
+def top1gating(
     logits: Tensor, capacity_factor: float, min_capacity: int, used_token: Tensor | None = None,
     noisy_gate_policy: str | None = None, drop_tokens: bool = True, use_rts: bool = True, ep_group: Any = None,
     sparse_routes: bool = False, use_tutel: bool = False,
@@ -38,7 +38,7 @@ def top1gating(  # noqa: PLR0917 (the order of DeepSpeed's arguments)
     return _gate(logits, rule, used_token, counted=1)
 
 
-def top2gating(  # noqa: PLR0917 (the order of DeepSpeed's arguments)
+def top2gating(
     logits: Tensor, capacity_factor: float, min_capacity: int, drop_tokens: bool = True, ep_group: Any = None,
     top2_2nd_expert_sampling: bool = True, sparse_routes: bool = False,
 ) -> Gated:  # fmt: skip
@@ -49,7 +49,7 @@ def top2gating(  # noqa: PLR0917 (the order of DeepSpeed's arguments)
     return _gate(logits, rule, None, counted=1)
 
 
-def topkgating(  # noqa: PLR0917 (the order of DeepSpeed's arguments)
+def topkgating(
     logits: Tensor, k: int, capacity_factor: float, min_capacity: int, drop_tokens: bool = True, ep_group: Any = None,
     drop_policy: str = "probs", sparse_routes: bool = False,
 ) -> Gated:  # fmt: skip
@@ -58,7 +58,9 @@ def topkgating(  # noqa: PLR0917 (the order of DeepSpeed's arguments)
     if drop_policy not in ("probs", "position"):
         raise ConfigError(f"drop_policy={drop_policy!r}: there are 'probs' and 'position'.")
     policy: DropPolicy = "probs" if drop_policy == "probs" else "position"
-    return _gate(logits, RoutingRule(k, capacity_factor if drop_tokens else None, min_capacity, policy), None, counted=k)
+    return _gate(
+        logits, RoutingRule(k, capacity_factor if drop_tokens else None, min_capacity, policy), None, counted=k
+    )
 
 
 def _refuse(ep_group: Any, sparse_routes: bool, use_tutel: bool) -> None:

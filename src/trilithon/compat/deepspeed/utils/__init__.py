@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trilithon.compat.deepspeed.resolve import resolver
 from trilithon.compat.deepspeed.runtime.dataloader import RepeatingLoader
 from trilithon.compat.deepspeed.utils import groups
 from trilithon.compat.deepspeed.utils.init_on_device import OnDevice
@@ -66,3 +67,5 @@ __all__ = [
     "z3_leaf_module",
     "z3_leaf_parameter",
 ]
+
+__getattr__ = resolver(__name__, {}, ("numa", "torch", "zero_to_fp32"))

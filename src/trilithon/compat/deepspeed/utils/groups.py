@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch.distributed as dist
 
 from trilithon.comm.collectives import Group
-from trilithon.engine.engine import Engine
+from trilithon.compat.deepspeed.engines import newest
 from trilithon.errors import ProtocolError
-
-_NEWEST: list[weakref.ref[Engine]] = []
-
-
-def bind(engine: Engine) -> None:
-    """The functions of this module are about this engine from now on."""
-    _NEWEST[:] = [weakref.ref(engine)]
-
-
-def _engine() -> Engine | None:
-    return _NEWEST[0]() if _NEWEST else None
 
 
 def _world() -> Any:
@@ -29,22 +17,24 @@ def _world() -> Any:
 
 def _of(name: str) -> Any:
     """torch's group over an axis of the mesh; the world without an engine."""
-    engine = _engine()
+    engine = newest()
     if engine is None:
         return _world()
-    group: Group = {"data": engine.mesh.comm.reduce, "tensor": engine.mesh.tensor, "sequence": engine.mesh.sequence}[name]
+    group: Group = {"data": engine.mesh.comm.reduce, "tensor": engine.mesh.tensor, "sequence": engine.mesh.sequence}[
+        name
+    ]
     return group.process_group
 
 
 def _size(axes: str | tuple[str, ...]) -> int:
-    engine = _engine()
+    engine = newest()
     if engine is None:
         return dist.get_world_size() if dist.is_initialized() and "data" in axes else 1
     return engine.mesh.part(axes)[1]
 
 
 def _rank(axes: str | tuple[str, ...]) -> int:
-    engine = _engine()
+    engine = newest()
     if engine is None:
         return dist.get_rank() if dist.is_initialized() and "data" in axes else 0
     return engine.mesh.part(axes)[0]
@@ -65,7 +55,7 @@ def _get_data_parallel_rank() -> int:
 
 def _get_sequence_parallel_group() -> Any:
     """None where sequences are not cut."""
-    return _of("sequence") if _engine() is not None else None
+    return _of("sequence") if newest() is not None else None
 
 
 def _get_sequence_parallel_world_size() -> int:
@@ -89,7 +79,7 @@ def _get_sequence_data_parallel_rank() -> int:
 
 
 def _get_model_parallel_group() -> Any:
-    return _of("tensor") if _engine() is not None else None
+    return _of("tensor") if newest() is not None else None
 
 
 def _get_model_parallel_world_size() -> int:
@@ -108,7 +98,7 @@ get_data_parallel_rank = _get_data_parallel_rank
 
 
 def _get_expert_parallel_groups(group_name: str, place: int) -> Group:
-    engine = _engine()
+    engine = newest()
     degree = int(group_name.rpartition("_")[2])
     groups = engine.expert_groups if engine is not None else {}
     if degree not in groups:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from trilithon.compat.deepspeed.runtime.zero.parameter_offload import engine_of
+from trilithon.compat.deepspeed.engines import engine_of
 from trilithon.engine.engine import Engine
 from trilithon.errors import ProtocolError
 
 
 @dataclass(frozen=True)
-class fragment_address:  # noqa: N801 (DeepSpeed's name, which its checkpoints refer to)
+class fragment_address:
     """Where a parameter's elements begin in a flat buffer, and how many there are."""
 
     numel: int

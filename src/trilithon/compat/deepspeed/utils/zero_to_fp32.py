@@ -1,6 +1,6 @@
 """Plain fp32 weights out of a checkpoint of ours or of DeepSpeed's: `zero_to_fp32`'s functions and command line.
 
-    python -m trilithon.compat.deepspeed.utils.zero_to_fp32 CHECKPOINT_FOLDER OUTPUT_FOLDER
+python -m trilithon.compat.deepspeed.utils.zero_to_fp32 CHECKPOINT_FOLDER OUTPUT_FOLDER
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trilithon.compat.deepspeed.resolve import resolver
 from trilithon.compat.deepspeed.runtime.zero import (
     DeepSpeedZeRoOffload,
     GatheredParameters,
@@ -29,3 +30,9 @@ __all__ = [
     "unregister_external_parameter",
     "unwrap_model_for_generation",
 ]
+
+_PARTS = (
+    *("config", "linear", "offload_config", "parameter_offload", "partition_parameters", "stage3", "stage_1_and_2"),
+    *("tiling", "utils"),
+)
+__getattr__ = resolver(__name__, {part: f"runtime.zero:{part}" for part in _PARTS})

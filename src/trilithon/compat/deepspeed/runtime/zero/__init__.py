@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trilithon.compat.deepspeed.refused import refused
+from trilithon.compat.deepspeed.resolve import resolver
 from trilithon.compat.deepspeed.runtime.zero.parameter_offload import (
     DeepSpeedZeRoOffload,
     unwrap_model_for_generation,
@@ -32,3 +33,5 @@ __all__ = [
     "unregister_external_parameter",
     "unwrap_model_for_generation",
 ]
+
+__getattr__ = resolver(__name__, {}, ("config", "linear", "offload_config", "stage3", "stage_1_and_2", "utils"))

@@ -19,7 +19,7 @@ from torch import nn
 _GIB = 2**30
 
 
-def estimate_zero3_model_states_mem_needs(  # noqa: PLR0917 (the order of DeepSpeed's arguments)
+def estimate_zero3_model_states_mem_needs(
     total_params: int, largest_layer_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1,
     cpu_offload: bool = True, cpu_offload_params: bool = True, zero_init: bool = True,
     additional_buffer_factor: float = 1.5,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 
-class OffloadDeviceEnum(str, Enum):
+class OffloadDeviceEnum(StrEnum):
     """`offload_param.device`, `offload_optimizer.device`."""
 
     none = "none"
@@ -13,7 +13,7 @@ class OffloadDeviceEnum(str, Enum):
     nvme = "nvme"
 
 
-class OffloadStateTypeEnum(str, Enum):
+class OffloadStateTypeEnum(StrEnum):
     """What `engine.offload_states(include=...)` names."""
 
     optim_states = "optim_states"

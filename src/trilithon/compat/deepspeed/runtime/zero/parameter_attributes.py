@@ -158,7 +158,9 @@ def _getter(name: str, get: Callable[[nn.Parameter, _Record], Any]) -> Callable[
     def read(param: nn.Parameter) -> Any:
         record = _RECORDS.get(param)
         if record is None:
-            raise AttributeError(f"'{type(param).__name__}' object has no attribute '{name}' (it is not cut by stage 3)")
+            raise AttributeError(
+                f"'{type(param).__name__}' object has no attribute '{name}' (it is not cut by stage 3)"
+            )
         return get(param, record)
 
     return read

@@ -7,15 +7,14 @@ Our hooks gather whatever a forward uses and leave alone what is whole already, 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
+from trilithon.compat.deepspeed import engines
 from trilithon.compat.deepspeed.runtime.zero.parameter_attributes import forget, note
 from trilithon.compat.deepspeed.runtime.zero.partition_parameters import (
     GatheredParameters,
@@ -24,14 +23,10 @@ from trilithon.compat.deepspeed.runtime.zero.partition_parameters import (
 )
 from trilithon.engine.engine import Engine
 
-_ENGINES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (weak reference to its engine, its name)
-
 
 def adopt(engine: Engine) -> None:
     """A new engine: its parameters can be found from now on, and get the attributes of stage 3 if that is its stage."""
-    reference = weakref.ref(engine)
-    for name, param in engine.module.named_parameters():
-        _ENGINES[param] = (reference, name)
+    engines.register(engine)
     if engine.config.zero.stage == 3:
         for param in engine.module.parameters():
             note(param)
@@ -43,19 +38,11 @@ def adopt(engine: Engine) -> None:
 
 def release(engine: Engine) -> None:
     """The engine is closed: parameters and modules are as they were."""
-    params = [param for param in engine.module.parameters() if engine_of(param)[0] is engine]
-    forget(params)
-    for param in params:
-        _ENGINES.pop(param, None)
+    forget([param for param in engine.module.parameters() if engines.engine_of(param)[0] is engine])
+    engines.unregister(engine)
     for module in engine.module.modules():
         for name in ("_save_to_state_dict", "ds_external_parameters", "all_parameters"):
             vars(module).pop(name, None)
-
-
-def engine_of(param: Tensor) -> tuple[Engine | None, str]:
-    """(the engine that trains a parameter, the parameter's name there); (None, "") for any other tensor."""
-    reference, name = _ENGINES.get(param, (lambda: None, ""))
-    return reference(), name
 
 
 def _external(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

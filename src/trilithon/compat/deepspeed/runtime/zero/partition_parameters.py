@@ -66,7 +66,7 @@ class Init:
     Raises ConfigError for a data_parallel_group smaller than the world, and for arguments that have no counterpart.
     """
 
-    def __init__(  # noqa: PLR0917 (the order of DeepSpeed's arguments)
+    def __init__(
         self,
         module: nn.Module | None = None,
         data_parallel_group: dist.ProcessGroup | None = None,
@@ -93,7 +93,7 @@ class Init:
         }
         for name, value in refused.items():
             if enabled and value:
-                raise ConfigError(f"zero.Init({name}=...) has no counterpart: parameters are cut over all ranks, exact.")
+                raise ConfigError(f"zero.Init({name}=...) has no counterpart: all ranks hold slices, exact ones.")
         groups = [data_parallel_group, sequence_data_parallel_group]
         groups += [mpu.get_data_parallel_group()] if mpu is not None else []
         if enabled and any(group is not None and group.size() != dist.get_world_size() for group in groups):
@@ -157,12 +157,14 @@ def _slices_folder(config: Mapping[str, Any] | str | Path | None, remote_device:
         config = json.loads(path.read_text()) if path.is_file() else {}
     offload = ((config or {}).get("zero_optimization") or {}).get("offload_param") or {}
     if remote_device == "nvme" and not offload.get("nvme_path"):
-        raise ConfigError('zero.Init(remote_device="nvme") needs zero_optimization.offload_param.nvme_path in its config.')
+        raise ConfigError(
+            'zero.Init(remote_device="nvme") needs zero_optimization.offload_param.nvme_path in its config.'
+        )
     on_disk = remote_device == "nvme" or (remote_device is None and offload.get("device") == "nvme")
     return Path(offload["nvme_path"]) / "zero_init" if on_disk and offload.get("nvme_path") else None
 
 
-_WRITTEN: dict[int, int] = {}  # id of a parameter -> contexts with a modifier_rank that hold it now
+_WRITTEN: set[int] = set()  # ids of the parameters that a context with a modifier_rank holds now
 
 
 class GatheredParameters:
@@ -194,16 +196,14 @@ class GatheredParameters:
         self._stack.enter_context(zero.gathered(wanted, modify=self._rank))
         if self._rank is not None:
             for param in wanted:
-                _WRITTEN[id(param)] = 1
-                self._stack.callback(_WRITTEN.pop, id(param), None)
+                _WRITTEN.add(id(param))
+                self._stack.callback(_WRITTEN.discard, id(param))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.__exit__(kind, error, trace)
-
-
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

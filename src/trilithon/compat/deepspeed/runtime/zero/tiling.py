@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ class TiledLinear(zero.TiledLinear):
     combine_out_splits: False returns the out_splits parts. Raises ConfigError for a linear_cls that is not nn.Linear.
     """
 
-    def __init__(  # noqa: PLR0917 (the order of DeepSpeed's arguments)
+    def __init__(
         self, in_features: int, out_features: int, bias: bool = True, in_splits: int = 1, out_splits: int = 1,
         input_is_already_split: bool = False, combine_out_splits: bool = True, linear_cls: type = nn.Linear,
         init_linear: nn.Linear | None = None, **kwargs: Any,
@@ -36,13 +37,13 @@ class TiledLinear(zero.TiledLinear):
         if self.combine_out_splits:
             return out
         cuts = [self.out_features * place // self.out_splits for place in range(self.out_splits + 1)]
-        return list(out.split([stop - start for start, stop in zip(cuts, cuts[1:])], dim=-1))
+        return list(out.split([stop - start for start, stop in itertools.pairwise(cuts)], dim=-1))
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
         """Take the values of a plain layer of the same size."""
         with zero.gathered(other), zero.gathered(self, modify=0):
-            self.load_state_dict({name: value for name, value in other.named_parameters(recurse=False)})
+            self.load_state_dict(dict(other.named_parameters(recurse=False)))
 
 
 TiledLinearReturnBias = refused(

@@ -11,7 +11,6 @@ class ZeRORuntimeException(RuntimeError):  # noqa: N818 (DeepSpeed's name)
     """A call or setting that does not go together with ZeRO."""
 
 
-
 def is_zero3_model(module: nn.Module) -> bool:
     """Some parameter of the module is cut by stage 3."""
     return any(is_zero_param(param) for param in module.parameters())
