@@ -20,7 +20,9 @@ def test_every_file_is_short_enough_to_be_read():
 
 
 def test_every_file_is_named_after_a_concept():
-    assert [path for path in [*SOURCES, *TESTS] if path.stem in WITHOUT_A_CONCEPT] == []
+    theirs = ROOT / "src" / "trilithon" / "compat"  # where files have the names of another library's modules
+    ours = [path for path in [*SOURCES, *TESTS] if theirs not in path.parents]
+    assert [path for path in ours if path.stem in WITHOUT_A_CONCEPT] == []
 
 
 def test_no_two_test_files_share_a_name():
