@@ -98,7 +98,7 @@ class Init:
         groups += [mpu.get_data_parallel_group()] if mpu is not None else []
         if enabled and any(group is not None and group.size() != dist.get_world_size() for group in groups):
             raise ConfigError(
-                "zero.Init over a part of the ranks: build the model without it, and give the mesh in the configuration "
+                "zero.Init over a part of the ranks: build the model without it and give the mesh in the configuration "
                 "(mesh.tensor, mesh.sequence, mesh.pipe); initialize() cuts the parameters then."
             )
         self._enabled, self._dtype, self._stack = enabled, dtype, ExitStack()
