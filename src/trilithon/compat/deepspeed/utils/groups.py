@@ -20,10 +20,9 @@ def _of(name: str) -> Any:
     engine = newest()
     if engine is None:
         return _world()
-    group: Group = {"data": engine.mesh.comm.reduce, "tensor": engine.mesh.tensor, "sequence": engine.mesh.sequence}[
-        name
-    ]
-    return group.process_group
+    groups = {"data": engine.mesh.comm.reduce, "tensor": engine.mesh.tensor, "sequence": engine.mesh.sequence}
+    group = groups[name]
+    return group.process_group if isinstance(group, Group) else None
 
 
 def _size(axes: str | tuple[str, ...]) -> int:

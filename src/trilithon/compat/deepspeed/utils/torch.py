@@ -22,4 +22,4 @@ def _parts(version: float) -> tuple[int, int]:
 
 def register_grad_hook(param: Tensor, hook: object) -> object:
     """`hook` after each accumulation into the gradient of a leaf."""
-    return param.register_post_accumulate_grad_hook(hook)  # type: ignore[arg-type]
+    return param.register_post_accumulate_grad_hook(hook)
