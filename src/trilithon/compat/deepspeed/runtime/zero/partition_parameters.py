@@ -63,7 +63,8 @@ class Init:
 
     dtype: floating tensors made inside have it; None leaves them as they are asked for. remote_device: None makes
     parameters on this rank's GPU if there is one; "cpu" where the program says; "nvme" there too, with the slices in
-    files under `offload_param.nvme_path` until initialize() takes them over. config_dict_or_path is read for that path alone: values of "auto" do not matter.
+    files under `offload_param.nvme_path` until initialize() takes them over. config_dict_or_path is read for that path
+    alone: values of "auto" do not matter.
     Raises ConfigError for a data_parallel_group smaller than the world, and for arguments that have no counterpart.
     """
 
