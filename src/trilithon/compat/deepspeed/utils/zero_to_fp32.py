@@ -21,17 +21,6 @@ from trilithon.errors import CheckpointError
 
 WEIGHTS = "pytorch_model.bin"
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
-SCRIPT = '''"""Plain fp32 weights out of this folder: python zero_to_fp32.py CHECKPOINT_FOLDER OUTPUT_FOLDER"""
-
-from trilithon.compat.deepspeed.utils.zero_to_fp32 import main
-
-main()
-'''
-
-
-def write_script(folder: Path | str) -> None:
-    """`zero_to_fp32.py` beside the checkpoints in `folder`, where users of DeepSpeed look for it."""
-    (Path(folder) / "zero_to_fp32.py").write_text(SCRIPT)
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

@@ -13,14 +13,4 @@ class OffloadDeviceEnum(StrEnum):
     nvme = "nvme"
 
 
-class OffloadStateTypeEnum(StrEnum):
-    """What `engine.offload_states(include=...)` names."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
-
-
-__all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum"]
+__all__ = ["OffloadDeviceEnum"]
