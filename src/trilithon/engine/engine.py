@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from trilithon.checkpoint.report import LoadReport, SaveProgress, SaveReport
 from trilithon.comm.collectives import Group
 from trilithon.engine import abandoned, memory, own_state, whole_tensors
+from trilithon.engine.across_stages import across_stages
 from trilithon.engine.checkpointing import Checkpointing
 from trilithon.engine.parts import Parts
 from trilithon.engine.train_state import Stateful
@@ -54,6 +55,7 @@ class Engine(Training):
 
         At stages 2 and 3 this needs memory for whole gradients, which is the price of the saved communication.
         """
+        self._refuse_stages("no_sync()")
         before, self._syncing = self._syncing, False
         try:
             yield
@@ -68,6 +70,7 @@ class Engine(Training):
         Raises ProtocolError when experts are spread over ranks, whose tokens need every rank's forward.
         """
         self._experts.refuse_uneven()
+        self._refuse_stages("uneven()")
         self.drain()
         self._uneven = True
         self._sharding.begin_uneven()
@@ -85,7 +88,8 @@ class Engine(Training):
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: (name, whole fp32 value) of every parameter, one at a time, on every rank. Yours to keep."""
         self.drain()
-        for name, tensor in self._sharding.full("master", self._sharding.names):
+        names, masters = self._sharding.names, lambda names: self._sharding.full("master", names)
+        for name, tensor in across_stages(self, masters, names):
             yield name, tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
 
     def view(self, kind: str, pattern: str = "*") -> Iterator[tuple[str, Tensor]]:
@@ -229,6 +233,8 @@ class Engine(Training):
                 self._monitor.close()
             if self._recompute is not None:
                 self._recompute.remove()
+            if self._pipelined is not None:
+                self._pipelined.close()
             self._sharding.close(give_back=give_back)
             if give_back and self._sharding.gives_back:
                 self._experts.unite()

@@ -55,6 +55,11 @@ class SpreadExperts:
         """The distinct expert-parallel degrees above 1."""
         return sorted({axes.ep_size for axes in self.axes.values()} - {1})
 
+    @property
+    def collective(self) -> bool:
+        """Some layer talks to other ranks."""
+        return bool(self.degrees) or any(layer.scope == "global" for layer in self.layers.values())
+
     def describe(self) -> dict[str, list[int]]:
         """Plain data: for each layer spread over ranks, its degree and the order of ranks."""
         return {name: [axes.ep_size, int(axes.data_first)] for name, axes in self.axes.items() if axes.ep_size > 1}
