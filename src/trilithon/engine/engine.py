@@ -104,7 +104,7 @@ class Engine(Training):
     @property
     def expert_groups(self) -> Mapping[int, tuple[Group, Group, Group]]:
         """By expert-parallel degree: tokens travel over the first group, the others hold the same experts."""
-        return self._experts.groups
+        return {degree: (one.tokens, one.gather, one.reduce) for degree, one in self._experts.groups.items()}
 
     def rewrite(self, kind: str, name: str, value: Tensor) -> None:
         """Collective: new values, the same on every rank, for one whole tensor of `view`: "master" (what forward reads
