@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from warm_python import python
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("*.py"))
 LIMIT_S = 240  # a machine that is busy with other things; a quiet one needs a few seconds
@@ -27,7 +29,7 @@ from side_by_side.workload import batch, build  # noqa: E402
 def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OUT")}
     environment |= {"PYTHONPATH": str(BENCHMARKS.parent / "src"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
+    command = [python(), str(BENCHMARKS / script), *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 

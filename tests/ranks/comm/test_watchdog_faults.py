@@ -18,6 +18,7 @@ from trilithon.comm.mesh import rendezvous_store
 from trilithon.comm.watchdog import EXIT_STATUS, Watchdog
 from trilithon.contracts import Tag
 from trilithon.testing import run_ranks_raw
+from warm_python import python
 
 LIMIT_S = 2.0
 WORLD_SIZE = 3
@@ -151,7 +152,7 @@ def test_under_torchrun_the_rank_that_raised_is_the_root_cause(tmp_path):
             """
         )
     )
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    launch = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     ended = subprocess.run(launch, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode != 0
     assert "missing: rank 1, in all_gather for module net (net.weight)" in ended.stderr
