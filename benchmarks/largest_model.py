@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -87,8 +87,8 @@ Try = Callable[[int], dict[str, Any]]
 def largest(attempt: Try, first: int, most: int, within: float) -> tuple[int, list[dict[str, Any]]]:
     """The largest number of layers, at most `most`, for which `attempt` says "ok"; 0 if one layer does not either.
 
-    Doubles or halves from `first` until one size fits and another does not, then bisects until they are `within` of each
-    other. Returns it with all attempts.
+    Doubles or halves from `first` until one size fits and another does not, then bisects until they are `within` of
+    each other. Returns it with all attempts.
     """
     done: list[dict[str, Any]] = []
 
@@ -169,10 +169,8 @@ def interpreter(system: str, search: Search) -> str:
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """With everything that it started."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -3,13 +3,14 @@
     python rank.py '{"system": ..., "shape": {...}, "rank": 0, ...}'
 
 The limit is RLIMIT_DATA, set before anything is imported: it counts what the process allocates for itself, heap and
-private writable mappings, whether touched or not. Shared libraries' code and the page cache of files are not counted, and
-no system here shares memory between its ranks. The last line of standard output is a JSON object.
+private writable mappings, whether touched or not. Shared libraries' code and the page cache of files are not counted,
+and no system here shares memory between its ranks. The last line of standard output is a JSON object.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import time
@@ -60,15 +61,10 @@ def main() -> None:
         answer = {"error": f"{type(error).__name__}: {error}"[:600]}
     print("\n" + json.dumps(answer), flush=True)
     if "error" in answer:
-        import os
-
         os._exit(1)  # peers may be waiting in a collective that this rank will not reach
     import torch.distributed as dist
 
     dist.barrier()
-    sys.stdout.flush()
-    import os
-
     os._exit(0)
 
 

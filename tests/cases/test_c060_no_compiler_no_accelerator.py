@@ -105,9 +105,8 @@ def test_two_steps_train_without_compiler_and_without_accelerator(tmp_path, hide
     for (stage, state), values in zip(settings, told["values"], strict=True):
         for value, reference in zip(values, expected, strict=True):
             # two steps of Adam move each weight by at most 2 lr; a few roundings of fp32 in gradients of order 1
-            torch.testing.assert_close(
-                torch.tensor(value), reference, rtol=1e-5, atol=1e-6, msg=lambda told: f"stage {stage}, {state}: {told}"
-            )
+            off = (torch.tensor(value) - reference).abs() - (1e-6 + 1e-5 * reference.abs())
+            assert off.max() <= 0, (stage, state)
 
 
 def plain_torch() -> list[torch.Tensor]:

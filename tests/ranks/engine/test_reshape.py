@@ -2,8 +2,8 @@
 
 Each of the 12 runs (stages 0 to 3 on 1, 2 and 4 ranks) is saved once. Each of the 12 then loads one of every stage and
 of every number of ranks, so that any two of (saved stage, saved ranks, loading stage, loading ranks) meet: 48 pairs for
-each precision. All 144 for each are behind the mark `exhaustive`. Masters and optimizer state are compared with what the
-saving run held, all elements by their digests.
+each precision. All 144 for each are behind the mark `exhaustive`. Masters and optimizer state are compared with what
+the saving run held, all elements by their digests.
 """
 
 from __future__ import annotations
@@ -99,18 +99,14 @@ def test_layouts_load_into_each_other(world_size, precision):
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_every_layout_loads_into_every_other(world_size, precision):
     saved = sources(precision)
-    pairs = dict.fromkeys(STAGES, list(saved))
+    pairs = {stage: list(saved) for stage in STAGES}
     assert set(run_ranks(load_all, world_size, folder(), precision, saved, pairs)) == {48}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_any_two_properties_of_a_pair_meet(precision):
-    met = {
-        (world, source, on, stage)
-        for on in WORLDS
-        for stage in STAGES
-        for world, source in covering(on, stage, precision)
-    }
+    targets = itertools.product(WORLDS, STAGES)
+    met = {(*source, on, stage) for on, stage in targets for source in covering(on, stage, precision)}
     for first, second in itertools.combinations(range(4), 2):
         every = [WORLDS if place in (0, 2) else STAGES for place in (first, second)]
         assert {(pair[first], pair[second]) for pair in met} == set(itertools.product(*every))
