@@ -46,6 +46,7 @@ def main() -> int:
         "environment": dict(os.environ),
         "folder": os.getcwd(),
         "descriptors": descriptors,
+        "client": os.getpid(),
         "parent": os.getppid(),
     }
     words = json.dumps(request).encode()

@@ -106,6 +106,15 @@ def python() -> str:
 _python: WarmPython | None = None
 
 
+def program_of(client: int) -> int:
+    """The process id of the program that `client`, a process started as `python`, stands for; its own in a plain one."""
+    if _python is None:
+        return client
+    with contextlib.suppress(OSError):
+        return int((_python.folder / f"{client}.pid").read_text())
+    return client
+
+
 # ----------------------------------------------------------------------------------------------------------- the server
 def serve(folder: Path) -> None:
     """Fork a program for every connection, and send back how it ended. One thread: a fork copies no other."""
@@ -172,6 +181,7 @@ def _start(connection: socket.socket, folder: Path, import_path: list[str]) -> i
         _become(request, received, str(folder / "python"), import_path)
     for descriptor in received:
         os.close(descriptor)
+    (folder / f"{request['client']}.pid").write_text(str(pid))
     connection.sendall(pid.to_bytes(4, "little"))
     return pid
 

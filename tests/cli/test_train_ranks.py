@@ -44,7 +44,6 @@ def test_a_rank_that_is_killed_ends_the_others_and_shows_in_the_status(text, tmp
     process = start(
         *("-d", text, "--out", out, "--cache", tmp_path / "c", *SMALL, "-n", 2, "--steps", 100_000),
         *("--set", "monitor.every=1"),
-        cold=True,
     )
     wait_for_records(out, process)
     pids = ranks_of(process.pid)
@@ -62,7 +61,6 @@ def test_ctrl_c_ends_every_rank_after_the_step_with_status_130(text, tmp_path):
     process = start(
         *("-d", text, "--out", out, "--cache", tmp_path / "c", *SMALL, "-n", 2, "-z", 3, "--steps", 100_000),
         *("--set", "monitor.every=1"),
-        cold=True,
     )
     wait_for_records(out, process)
     pids = ranks_of(process.pid)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from warm_python import python
+from warm_python import program_of, python
 
 SMALL = ("--model", "nano", "--context", "32", "--micro-batch", "2", "--eval-batches", "1", "--sample-tokens", "4")
 SMALL += ("--set", "monitor.tensorboard=false", "--set", "monitor.csv=false")
@@ -37,7 +37,7 @@ def end(process: subprocess.Popen[str], limit_s: float = 120) -> tuple[int, str,
 
 def ranks_of(launcher: int, what: str = "trilithon.pretrain.rank") -> list[int]:
     """Process ids of the ranks that a launcher started and that still run."""
-    found = []
+    found, launcher = [], program_of(launcher)
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -61,7 +61,7 @@ def wait_for_records(out: Path, process: subprocess.Popen[str]) -> None:
 
 
 def gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 10
+    pids, deadline = [*pids, *map(program_of, pids)], time.monotonic() + 10
     while time.monotonic() < deadline:
         if not any(Path(f"/proc/{pid}").exists() for pid in pids):
             return True
