@@ -107,7 +107,7 @@ _python: WarmPython | None = None
 
 
 def program_of(client: int) -> int:
-    """The process id of the program that `client`, a process started as `python`, stands for; its own in a plain one."""
+    """The process id of the program that a process started as `python` stands for; a plain interpreter is its own."""
     if _python is None:
         return client
     with contextlib.suppress(OSError):
