@@ -14,10 +14,10 @@ WORKERS ?= 2
 BENCH ?= $(wildcard benchmarks/*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint types bench docs clean
+.PHONY: help quickstart test test-exhaustive lint types bench docs clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trilithon needs Python 3.11 or newer; $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.12 ..." % sys.version_info[:2])'
@@ -30,6 +30,9 @@ quickstart: $(READY) ## train a small GPT on two processes with ZeRO stage 3, fr
 
 test: $(READY) ## run every test; PYTEST_FLAGS=tests/unit runs a part, WORKERS=1 one at a time
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true $(PYTEST_FLAGS)
+
+test-exhaustive: $(READY) ## run the whole matrices of which `make test` takes covering parts, in plain interpreters
+	@OMP_NUM_THREADS=1 TRILITHON_COLD_TESTS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "exhaustive or not exhaustive" $(PYTEST_FLAGS)
 
 lint: $(READY) ## check style, format, types, and that imports point down
 	$(BIN)/ruff check $(wildcard $(CODE))
