@@ -17,6 +17,7 @@ from trilithon.errors import ConfigError
 
 AXES = ("pipe", "data", "sequence", "tensor")
 REPLICAS = ("data", "sequence")  # these ranks hold the same slice of the model: ZeRO cuts state over both
+EXPERT_RANKS = ("data", "sequence", "tensor")  # these ranks can share out the experts of a layer
 _SHOWN_RANKS, _SHOWN_GROUPS = 64, 8
 
 

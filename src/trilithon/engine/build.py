@@ -22,9 +22,8 @@ from trilithon.comm.ledger import Ledger
 from trilithon.comm.mesh import init_distributed, rendezvous_store
 from trilithon.comm.watchdog import Watchdog
 from trilithon.config import Bf16, Config, Fp16, Fp32
-from trilithon.config.mesh import REPLICAS
 from trilithon.contracts import Precision, Tag, Update
-from trilithon.engine import capabilities, parameter_tier, state_tier
+from trilithon.engine import capabilities, expert_capabilities, parameter_tier, state_tier
 from trilithon.engine.allocator import keep_freed_memory
 from trilithon.engine.engine import Engine
 from trilithon.engine.experts import SpreadExperts, find_experts
@@ -96,9 +95,11 @@ def initialize(
     ledger = Ledger()
     axes = resolve_axes(settings, mesh)
     capabilities.require_no_tiles(axes, settings.zero)
-    experts = find_experts(model, axes.size(REPLICAS), settings.moe.data_before_experts)
+    experts = find_experts(model, axes, settings.moe)
+    if experts.layers:
+        expert_capabilities.require_mesh_for_experts(settings, axes)
     if isinstance(chosen, OptimizerSettings):
-        capabilities.require_rule_for_experts(chosen.kind, experts.degrees)
+        expert_capabilities.require_rule_for_experts(chosen.kind, experts.degrees)
         capabilities.require_rule_for_mesh(chosen.kind, axes)
     topology = make_topology(settings, axes, mesh, ledger, _watchdog(settings), device)
     comm = topology.comm
@@ -108,8 +109,8 @@ def initialize(
     parallel = Parallel(model, topology, settings.tensor, device, _whole_values)
     placement = _placement(settings, model, chosen, groups, comm, device)
     try:
-        experts.spread(model, comm.gather, topology.make_group)
-        places = parallel.placements(experts.placements())
+        experts.spread(topology)
+        places = parallel.placements(experts.placements(), experts.apart)
         sharding = _sharding(model, groups, settings, comm, batch.accumulation, device, placement, places)
     except BaseException:
         _close(placement)
@@ -301,14 +302,14 @@ def _update(  # noqa: PLR0917 (called once, with everything that build has made)
     whole = sharding.stage == 0
     complete = whole or comm.reduce.world_size == 1
     link = Link(comm.reduce, sharding.local.items, sharding.local.shapes(), complete, device)
-    names = sharding.trainable_names
+    names, stacks = sharding.trainable_names, experts.stacks()
     if experts.degrees:  # a rank's block of the experts is not a whole parameter, and they are not on all ranks
         way_out = "Keep whole experts on every rank (ep_size=1, at zero.stage=0)"
-        return make_update(optimizer, groups, names, device=device, store=store, way_out=way_out)
+        return make_update(optimizer, groups, names, device=device, store=store, way_out=way_out, stacks=stacks)
     if parallel.slices:  # nor is a slice of a matrix
         way_out = "Keep whole matrices on every rank (mesh.tensor=1, at zero.stage=0)"
-        return make_update(optimizer, groups, names, device=device, store=store, way_out=way_out)
-    return make_update(optimizer, groups, names, whole=whole, device=device, store=store, link=link)
+        return make_update(optimizer, groups, names, device=device, store=store, way_out=way_out, stacks=stacks)
+    return make_update(optimizer, groups, names, whole=whole, device=device, store=store, link=link, stacks=stacks)
 
 
 def _placement(  # noqa: PLR0917 (called once, with everything that build has made)

@@ -219,28 +219,10 @@ def _raise(found: list[str]) -> None:
         raise ConfigError("these settings do not go together:\n  - " + "\n  - ".join(found))
 
 
-_KINDS = (
+KINDS = (
     *("adamw", "sgd", "lion", "adagrad", "lamb", "onebit_adam", "onebit_lamb", "zero_one_adam", "apmsqueeze"),
     "foreign",
 )
-
-
-def expert_table(kinds: Iterable[str] = _KINDS) -> str:
-    """Markdown: update rules against ZeRO stages when experts are spread over ranks."""
-    lines = ["| update rule | stage 0 | stage 1 | stage 2 | stage 3 |", "| --- | --- | --- | --- | --- |"]
-    for kind in kinds:
-        cell = "if elementwise" if kind == "foreign" else "no" if communicates(kind) else "yes"
-        lines.append(f"| {kind} | " + " | ".join([cell] * 4) + " |")
-    return "\n".join(lines)
-
-
-def require_rule_for_experts(kind: str, degrees: Sequence[int]) -> None:
-    """Raises ConfigError for a rule that exchanges gradients itself, if experts are spread over `degrees` ranks."""
-    if degrees and communicates(kind):
-        raise ConfigError(
-            f"optimizer {kind} exchanges gradients over all data-parallel ranks, and with ep_size {list(degrees)} "
-            "experts are on some of them only. Use ep_size=1, or an optimizer that does not, such as adamw."
-        )
 
 
 def require_rule_for_mesh(kind: str, axes: Axes) -> None:
@@ -268,7 +250,7 @@ def require_no_tiles(axes: Axes, settings: ZeroConfig) -> None:
         )
 
 
-def compatibility_table(kinds: Iterable[str] = _KINDS) -> str:
+def compatibility_table(kinds: Iterable[str] = KINDS) -> str:
     """Markdown: update rules against ZeRO stages, from the same declarations that are checked at run time."""
     lines = ["| update rule | stage 0 | stage 1 | stage 2 | stage 3 |", "| --- | --- | --- | --- | --- |"]
     for kind in kinds:

@@ -1,23 +1,32 @@
-"""Spreads the experts of a model's MoE layers over the data-parallel ranks, and tells the sharding where they are.
+"""Spreads the experts of a model's MoE layers over ranks, and tells the sharding where they are.
 
 Each layer may have its own degree. For each distinct one there is an expert group, inside which tokens travel, and two
 groups over the ranks that hold the same experts, for gathers and reductions. Experts of layers with degree 1 are on
-every rank and are parameters like any other. (Kim et al. 2021, arXiv:2109.10465, section 3.)
+every rank and are parameters like any other, except on a mesh with a tensor axis: there each rank computes on its share
+of the tokens, so that gradients of experts add up over that axis too. (Kim et al. 2021, arXiv:2109.10465, section 3.)
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from trilithon.comm.collectives import Group
+from trilithon.comm.hierarchical import TwoLevel
+from trilithon.config.mesh import EXPERT_RANKS, REPLICAS, Axes
+from trilithon.config.moe import MoEConfig
 from trilithon.contracts import Collectives, Tag
-from trilithon.errors import ProtocolError
+from trilithon.engine.topology import Topology
+from trilithon.errors import ConfigError, ProtocolError
+from trilithon.optim.tensors import Stack
 from trilithon.parallel.moe.groups import ExpertAxes, resolve_ep_size
 from trilithon.parallel.moe.layer import MoE
+from trilithon.parallel.moe.travel import ExpertRanks
 from trilithon.zero.composite import RankPlacement, Replicas
 from trilithon.zero.init import built_values
 from trilithon.zero.layout import Region
@@ -26,17 +35,20 @@ logger = logging.getLogger(__name__)
 
 _ROOT = "(root)"  # a model that is a layer of experts itself, for people
 
-MakeGroup = Callable[[str, Callable[[list[int]], list[list[int]]] | None], Group]
-"""(name, how to split the ranks of a data axis, None for not at all) -> this rank's group. Collective."""
-
 
 @dataclass(eq=False)
 class SpreadExperts:
-    """The MoE layers of one model and the groups made for them."""
+    """The MoE layers of one model and the groups made for them.
+
+    axes: by layer. mesh: where ranks are. node_size: for the exchange in two steps, None for the flat one. groups: by
+    degree: the expert group, and two of the ranks that hold the same experts, for gathers and for reductions.
+    """
 
     layers: dict[str, MoE] = field(default_factory=dict)
-    axes: dict[str, ExpertAxes] = field(default_factory=dict)  # by layer
-    groups: dict[int, tuple[Group, Group, Group]] = field(default_factory=dict)  # by degree: experts, gather, reduce
+    axes: dict[str, ExpertAxes] = field(default_factory=dict)
+    mesh: Axes = field(default_factory=lambda: Axes(EXPERT_RANKS, (1, 1, 1)))
+    node_size: int | None = None
+    groups: dict[int, tuple[ExpertRanks, Group, Group]] = field(default_factory=dict)
 
     @property
     def degrees(self) -> list[int]:
@@ -57,26 +69,62 @@ class SpreadExperts:
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)
 
-    def spread(self, model: nn.Module, control: Collectives, make: MakeGroup) -> None:
+    @property
+    def apart(self) -> frozenset[str]:
+        """Names of the parameters whose gradients add up over other ranks than those of dense ones."""
+        names = (
+            (f"{name}.experts.{own}" if name else f"experts.{own}", self.axes[name].ep_size)
+            for name, layer in self.layers.items()
+            for own, _ in layer.experts.named_parameters()
+        )
+        return frozenset(name for name, degree in names if degree in self.groups)
+
+    def spread(self, topology: Topology) -> None:
         """Collective: make the groups, and leave each rank its part of the experts, with rank 0's values."""
-        for degree in self.degrees:
-            axes = next(axes for axes in self.axes.values() if axes.ep_size == degree)
+        tensor = topology.tensor if topology.tensor.world_size > 1 else None
+        everyone = topology.comm.gather
+        if tensor is not None and self.layers:
+            everyone = topology.make_expert_group("experts", None)
+        wanted = {axes.ep_size: axes for axes in self.axes.values() if axes.ep_size > 1 or tensor is not None}
+        for degree, axes in sorted(wanted.items()):
             self.groups[degree] = (
-                make(f"experts/{degree}", axes.expert_groups),
-                make(f"expert gather/{degree}", axes.expert_data_groups),
-                make(f"expert reduce/{degree}", axes.expert_data_groups),
+                self._ranks(axes, topology, tensor),
+                topology.make_expert_group(f"expert gather/{degree}", axes.expert_data_groups),
+                topology.make_expert_group(f"expert reduce/{degree}", axes.expert_data_groups),
             )
         statistics = None
-        if control.world_size > 1 and any(layer.scope == "global" for layer in self.layers.values()):
-            statistics = make("balance", None)
+        if topology.comm.gather.world_size > 1 and any(layer.scope == "global" for layer in self.layers.values()):
+            statistics = topology.make_group("balance", None)
         for name, layer in self.layers.items():
             degree = self.axes[name].ep_size
-            group: Collectives = self.groups[degree][0] if degree > 1 else Group(None, name="experts/1")
-            if degree > 1:
-                _equal_values(name, layer, control)
-            layer.bind(name or _ROOT, group, statistics, control.rank)
-        if self.degrees and control.rank == 0:
+            if degree in self.groups:
+                _equal_values(name, layer, everyone)
+            ranks = self.groups[degree][0] if degree in self.groups else ExpertRanks(Group(None, name="experts/1"))
+            layer.bind(name or _ROOT, ranks, statistics, topology.comm.gather.rank)
+        if self.degrees and topology.comm.control.rank == 0:
             logger.info("experts over ranks:\n%s", self.table())
+
+    def _ranks(self, axes: ExpertAxes, topology: Topology, tensor: Group | None) -> ExpertRanks:
+        degree, levels, size = axes.ep_size, None, self.node_size
+        if degree == 1:
+            return ExpertRanks(Group(None, name="experts/1"), tensor=tensor)
+        group = topology.make_expert_group(f"experts/{degree}", axes.expert_groups)
+        if size is not None and self.on_nodes(axes, size)[0] > 1 and self.on_nodes(axes, size)[1] > 1:
+            levels = TwoLevel(
+                topology.make_expert_group(f"experts/{degree} on a node", lambda ranks: axes.node_groups(ranks, size)),
+                topology.make_expert_group(f"experts/{degree} on nodes", lambda ranks: axes.peer_groups(ranks, size)),
+            )
+        return ExpertRanks(group, levels, tensor)
+
+    def on_nodes(self, axes: ExpertAxes, node_size: int) -> tuple[int, int]:
+        """(nodes of an expert group, its ranks on each). Raises ConfigError if they lie unevenly on nodes."""
+        shapes = {axes.levels(ranks, node_size) for ranks in self.mesh.groups(EXPERT_RANKS)}
+        if len(shapes) > 1:
+            raise ConfigError(
+                f"moe.all_to_all='hierarchical': with moe.node_size={node_size} expert groups of {axes.ep_size} ranks "
+                f"lie differently on nodes: {sorted(shapes)} (nodes, ranks on each). Use 'flat'."
+            )
+        return shapes.pop()
 
     def placements(self) -> Mapping[int, RankPlacement]:
         """By id of the parameter: gates in fp32; experts on the ranks of their expert-data group."""
@@ -84,22 +132,31 @@ class SpreadExperts:
         for name, layer in self.layers.items():
             found[id(layer.gate.weight)] = RankPlacement(keep_dtype=True)
             axes = self.axes[name]
-            if axes.ep_size == 1:
+            if axes.ep_size not in self.groups:
                 continue
-            experts, gather, reduce = self.groups[axes.ep_size]
+            ranks, gather, reduce = self.groups[axes.ep_size]
             replicas = Replicas(
                 f"experts/{axes.ep_size}",
                 gather,
                 reduce,
-                axes.data_size,
-                lambda rank, axes=axes: axes.place(rank)[1],  # type: ignore[misc]
+                self.mesh.size(REPLICAS),
+                lambda rank, axes=axes: axes.place(self.mesh.index(EXPERT_RANKS, rank))[1],  # type: ignore[misc]
             )
             for own, param in layer.experts.named_parameters():
                 block = tuple(param.shape)
                 corner = (layer.experts.first, *[0] * (len(block) - 1))
                 whole = f"{name}.experts.{own}" if name else f"experts.{own}"
-                region = Region(whole, (layer.num_experts, *block[1:]), corner, block)
-                found[id(param)] = RankPlacement(replicas, region, experts)
+                region = Region(whole, (layer.num_experts, *block[1:]), corner, block) if ranks.spread else None
+                found[id(param)] = RankPlacement(replicas, region, ranks.group)
+        return found
+
+    def stacks(self) -> Mapping[str, Stack]:
+        """By name, the parameters in which experts lie one after the other."""
+        found: dict[str, Stack] = {}
+        for name, layer in self.layers.items():
+            for own, param in layer.experts.named_parameters():
+                whole = f"{name}.experts.{own}" if name else f"experts.{own}"
+                found[whole] = Stack(layer.num_experts, math.prod(param.shape[1:]))
         return found
 
     def weigh(self, factor: float) -> None:
@@ -121,17 +178,41 @@ class SpreadExperts:
             layer.unbind()
 
 
-def find_experts(model: nn.Module, data_size: int, data_first: bool) -> SpreadExperts:
+def find_experts(model: nn.Module, mesh: Axes, settings: MoEConfig) -> SpreadExperts:
     """The MoE layers of `model`, each with its degree. Raises ConfigError for one that does not fit, by name."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
-    found = SpreadExperts(layers)
+    found = SpreadExperts(layers, mesh=mesh, node_size=_node_size(settings) if layers else None)
+    number = mesh.size(EXPERT_RANKS)
     for name, layer in layers.items():
-        degree = resolve_ep_size(name or _ROOT, layer.ep_size, layer.num_experts, data_size)
-        found.axes[name] = ExpertAxes(data_size, degree, data_first)
+        if layer.tensor_sliced_experts and mesh.size("tensor") > 1:
+            raise ConfigError(
+                f"{name or _ROOT}: enable_expert_tensor_parallelism=True asks for experts cut over mesh.tensor="
+                f"{mesh.size('tensor')} ranks. Leave it out: experts stay whole, and tensor ranks share out the "
+                "tokens; to hold fewer experts on each, raise ep_size, which may span tensor ranks."
+            )
+        degree = resolve_ep_size(name or _ROOT, layer.ep_size, layer.num_experts, number)
+        axes = found.axes[name] = ExpertAxes(number, degree, settings.data_before_experts)
+        if found.node_size is not None and degree > 1:
+            found.on_nodes(axes, found.node_size)
     return found
 
 
-def _equal_values(name: str, layer: MoE, control: Collectives) -> None:
+def _node_size(settings: MoEConfig) -> int | None:
+    """Ranks on a node for the exchange in two steps; None for the flat one."""
+    if settings.all_to_all == "flat":
+        return None
+    if settings.node_size is not None:
+        return settings.node_size
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local.isdigit() or int(local) < 1:
+        raise ConfigError(
+            "moe.all_to_all='hierarchical' needs to know how many ranks a node has, and LOCAL_WORLD_SIZE is "
+            f"{local!r}. Set moe.node_size, or start with torchrun or `trilithon launch`."
+        )
+    return int(local)
+
+
+def _equal_values(name: str, layer: MoE, everyone: Collectives) -> None:
     """The whole experts are rank 0's, so that it does not matter who keeps which."""
     for own, param in layer.experts.named_parameters():
         built = built_values(param)
@@ -139,4 +220,4 @@ def _equal_values(name: str, layer: MoE, control: Collectives) -> None:
             param.data = built
         elif not param.is_meta:
             param.data = param.data.contiguous()
-            control.broadcast(param.data, 0, Tag(name, (own,))).wait()
+            everyone.broadcast(param.data, 0, Tag(name, (own,))).wait()

@@ -17,7 +17,7 @@ from trilithon.config import TensorConfig
 from trilithon.config.mesh import REPLICAS
 from trilithon.contracts import ReduceOp, Tag
 from trilithon.engine.topology import Topology
-from trilithon.errors import ConfigError, ProtocolError
+from trilithon.errors import ProtocolError
 from trilithon.parallel import ParameterSlice
 from trilithon.parallel.dropout import place_dropouts
 from trilithon.parallel.sequence.modules import cut_sequences, join_sequences
@@ -73,6 +73,7 @@ class Parallel:
         """Collective. Raises ConfigError, before anything is communicated, for what does not divide."""
         self._model, self._topology = model, topology
         self._cutting: Cutting | None = None
+        self._elsewhere: frozenset[str] = frozenset()
         if topology.sequence.world_size > 1:
             cut_sequences(model, topology.sequence)
         if topology.tensor.world_size > 1:
@@ -104,17 +105,22 @@ class Parallel:
     @property
     def apart(self) -> frozenset[str]:
         """Names of parameters of which tensor ranks update different parts."""
-        return frozenset(self.slices) | (self._cutting.summed if self._cutting is not None else frozenset())
+        summed = self._cutting.summed if self._cutting is not None else frozenset()
+        return frozenset(self.slices) | summed | self._elsewhere
 
     @property
     def slices(self) -> dict[str, ParameterSlice]:
         return self._cutting.slices if self._cutting is not None else {}
 
-    def placements(self, others: Mapping[int, RankPlacement]) -> Mapping[int, RankPlacement]:
+    def placements(
+        self, others: Mapping[int, RankPlacement], elsewhere: frozenset[str] = frozenset()
+    ) -> Mapping[int, RankPlacement]:
         """By id, where each parameter lives that is not on the data axis alone.
 
-        others: of parameters that other features placed (experts); under tensor slices all tensor ranks hold them.
+        others: of parameters that other features placed (experts), which know of tensor ranks; those without ranks of
+        their own (gates) are held by all. elsewhere: names of the former.
         """
+        self._elsewhere = elsewhere
         if self._cutting is None:
             return others
         topology, axes = self._topology, self._topology.axes
@@ -134,16 +140,8 @@ class Parallel:
             assemble = partial(self._cutting.whole, name) if name in self.slices else None
             held = cut if name in self.slices else summed if name in self._cutting.summed else whole
             found[id(param)] = RankPlacement(held, assemble=assemble)
-        if others and self._cutting.cut_norms:
-            raise ConfigError(
-                "tensor.cut_norms gives tensor ranks different tokens, and the experts of this model are spread over "
-                "data ranks only. Leave tensor.cut_norms out."
-            )
-        shared = {
-            place.replicas: _on_every(place.replicas, copies, index_of) for place in others.values() if place.replicas
-        }
         for key, place in others.items():
-            found[key] = replace(place, replicas=shared[place.replicas] if place.replicas else whole)
+            found[key] = place if place.replicas is not None else replace(place, replicas=whole)
         return found
 
     def undo(self) -> None:
@@ -152,15 +150,3 @@ class Parallel:
             self._cutting.undo()
         join_sequences(self._model)
         place_dropouts(self._model, None)
-
-
-def _on_every(replicas: Replicas, copies: int, index_of: Callable[[int], int]) -> Replicas:
-    """The same on every tensor rank: index_of gives a rank's place on the axes that the replicas were made for."""
-    return Replicas(
-        replicas.name,
-        replicas.gather,
-        replicas.reduce,
-        replicas.divisor,
-        lambda rank: replicas.index_of(index_of(rank)),
-        copies,
-    )

@@ -21,7 +21,7 @@ from trilithon.comm.ledger import Ledger
 from trilithon.comm.mesh import axes_of, make_mesh, own_process_group
 from trilithon.comm.watchdog import Watchdog
 from trilithon.config import Config
-from trilithon.config.mesh import AXES, REPLICAS, Axes
+from trilithon.config.mesh import AXES, EXPERT_RANKS, REPLICAS, Axes
 from trilithon.engine.capabilities import require_no_pipeline
 from trilithon.errors import ConfigError
 from trilithon.zero.sharding import Communicators
@@ -34,6 +34,7 @@ class Topology:
     """axes: pipe, data, sequence and tensor; rank: this one's number on them.
 
     make_group: collective, a further group over the ranks of `gather`, or over parts of them (name, how to split them).
+    make_expert_group: as that, over the ranks among which experts can be shared out.
     make_control: collective, a further group over the ranks of `control` (name). make_writers: as that, for those who
     write a checkpoint: on gloo and without a watchdog, since a disk may take longer than that one waits.
     process_groups: made for this engine, which ends them.
@@ -45,6 +46,7 @@ class Topology:
     tensor: Group
     sequence: Group
     make_group: Callable[[str, Split | None], Group]
+    make_expert_group: Callable[[str, Split | None], Group]
     make_control: Callable[[str], Group]
     make_writers: Callable[[], Group]
     process_groups: list[dist.ProcessGroup] = field(default_factory=list)
@@ -102,6 +104,7 @@ def make_topology(  # noqa: PLR0917 (called once, by build)
     names = tuple(mesh.mesh_dim_names or ()) if mesh is not None else ()
     known = tuple(name for name in names if name in AXES) or names
     replicas = tuple(name for name in known if name in REPLICAS) or known
+    holders = tuple(name for name in known if name in EXPERT_RANKS) or known
     made: list[dist.ProcessGroup] = []
 
     def group(name: str, over: Sequence[str], split: Split | None = None) -> Group:
@@ -136,6 +139,7 @@ def make_topology(  # noqa: PLR0917 (called once, by build)
         tensor,
         sequence,
         make_group=lambda name, split: group(name, replicas, split),
+        make_expert_group=lambda name, split: group(name, holders, split),
         make_control=lambda name: group(name, known),
         make_writers=writers,
         process_groups=made,

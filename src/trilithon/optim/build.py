@@ -7,7 +7,7 @@ that it treats every element on its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from trilithon.optim.onebit_lamb import OneBitLamb
 from trilithon.optim.phase import Compression
 from trilithon.optim.probe import why_not_elementwise
 from trilithon.optim.sgd import SgdRule
+from trilithon.optim.tensors import Stack
 from trilithon.optim.zero_one_adam import ZeroOneAdam
 
 CompressedConfig = OneBitAdamConfig | OneBitLambConfig | ZeroOneAdamConfig | ApmSqueezeConfig
@@ -66,6 +67,7 @@ def make_update(
     way_out: str = "Use zero.stage=0, where every rank holds whole parameters",
     store: StateStore | None = None,
     link: Link | None = None,
+    stacks: Mapping[str, Stack] | None = None,
 ) -> Update:
     """The update rule for `optimizer` over `groups` (of `groups_of`, read live at every step).
 
@@ -73,7 +75,8 @@ def make_update(
     whole (no sharding), so a rule that is not elementwise can run too. device: where ranks add up small vectors.
     way_out: what a rule that needs whole parameters can be told to change.
     store: where state rests, closed with the rule; None keeps it where the masters are.
-    link: to the ranks' local gradients, for rules that communicate themselves.
+    link: to the ranks' local gradients, for rules that communicate themselves. stacks: by name, parameters whose
+    members count as tensors of their own to rules with norms per tensor.
     Raises ConfigError if the optimizer cannot run over slices, or has already made steps of its own.
     """
     if isinstance(optimizer, Declared):
@@ -81,9 +84,9 @@ def make_update(
         optimizer = optimizer.section
     if isinstance(optimizer, OptimizerSettings):
         if optimizer.kind == "lamb":
-            return Lamb(groups, names, device, store)
+            return Lamb(groups, names, device, store, stacks)
         if isinstance(optimizer, CompressedConfig):
-            return _compressed(optimizer, groups, names, link)
+            return _compressed(optimizer, groups, names, link, stacks)
         return Elementwise(_RULES_BY_KIND[optimizer.kind], groups, store=store)
     owner = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _owner(groups)
     _refuse_used(owner)
@@ -127,8 +130,9 @@ def _rule_like(owner: torch.optim.Optimizer, groups: Sequence[Settings]) -> Rule
 
 
 def _compressed(
-    section: CompressedConfig, groups: Sequence[Settings], names: Sequence[str], link: Link | None
-) -> Update:
+    section: CompressedConfig, groups: Sequence[Settings], names: Sequence[str], link: Link | None,
+    stacks: Mapping[str, Stack] | None,
+) -> Update:  # fmt: skip
     match section:
         case OneBitAdamConfig():
             return onebit_adam(
@@ -151,7 +155,7 @@ def _compressed(
             )
             return ApmSqueeze(groups, Freeze(section.freeze_step), by, link)
         case OneBitLambConfig():
-            return OneBitLamb(groups, names, section, link)
+            return OneBitLamb(groups, names, section, link, stacks)
         case ZeroOneAdamConfig():
             return ZeroOneAdam(groups, section, link)
 

@@ -1,8 +1,8 @@
-"""LAMB over slices: Adam's direction, scaled per parameter by |weights| / |direction|.
+"""LAMB over slices: Adam's direction, scaled per tensor by |weights| / |direction|; each expert is a tensor of its own.
 
 You et al. 2020, "Large batch optimization for deep learning: training BERT in 76 minutes", arXiv:1904.00962,
-algorithm 2, with the ratio clamped as in the BERT recipe of DeepSpeed. A parameter may be cut over ranks: its two norms
-are made whole by one small sum over the ranks, two numbers per parameter in an order that all ranks share.
+algorithm 2, with the ratio clamped as in the BERT recipe of DeepSpeed. A tensor may be cut over ranks: its two norms
+are made whole by one small sum over the ranks, two numbers per tensor in an order that all ranks share.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trilithon.contracts import ReduceOp, Shard, Slice, StateStore, SyncMode
+from trilithon.contracts import ReduceOp, Slice, StateStore, SyncMode
 from trilithon.errors import TierError
 from trilithon.kernels import sum_of_squares
 from trilithon.kernels.chunks import chunks
 from trilithon.optim.elementwise import READ_AHEAD, Settings, read_updates
 from trilithon.optim.formulas import lamb_direction, lamb_moments_, lamb_ratio
 from trilithon.optim.participation import Participation, cut
+from trilithon.optim.tensors import NormTable, Stack
 from trilithon.tiers import HostLink, ResidentStore, filled, home_of
 
 _NAME = "lamb"
@@ -29,7 +30,8 @@ LAMB_FIELDS = ("exp_avg", "exp_avg_sq")
 
 
 class Lamb:
-    """`contracts.Update`. names: every parameter that any rank updates, in the same order on all ranks.
+    """`contracts.Update`. names: every parameter that any rank updates, in the same order on all ranks. stacks: by
+    name, those whose members have a norm each.
 
     Each group holds lr, betas, eps, and may hold weight_decay, bias_correction, min_ratio and max_ratio (no bounds).
     `combine` is called exactly once per step, also by a rank without slices. device: where the ranks add up the norms.
@@ -41,11 +43,12 @@ class Lamb:
         names: Sequence[str],
         device: torch.device | str = "cpu",
         store: StateStore | None = None,
+        stacks: Mapping[str, Stack] | None = None,
     ) -> None:
         self.groups = groups
-        self._place = {name: index for index, name in enumerate(names)}
+        self.tensors = NormTable(names, stacks)
         self._device = device
-        self.totals: list[list[float]] = []  # squares of weights and direction in the last step, by place of the name
+        self.totals: list[list[float]] = []  # squares of weights and direction in the last step, by row of `tensors`
         self.participation = Participation()
         self._store = store if store is not None else ResidentStore()
         self._link = HostLink()
@@ -63,7 +66,7 @@ class Lamb:
         combine: Callable[[Tensor, ReduceOp], Tensor],
     ) -> None:
         self.participation.begin(slices)
-        squares = [[0.0, 0.0] for _ in self._place]  # of the weights and of the direction, per parameter
+        squares = [[0.0, 0.0] for _ in range(len(self.tensors))]  # of the weights and of the direction
         failure: TierError | None = None
         try:
             for slice_, state in self._borrowed(slices):
@@ -71,8 +74,8 @@ class Lamb:
                     continue
                 with self._link.near(slice_, home_of(slice_, state), write=False) as near:
                     self._move_moments(near, state, grad_scale)
-                for shard, weights, direction in self._directions(slice_, state):
-                    mine = squares[self._place[shard.name]]
+                for row, weights, direction in self._directions(slice_, state):
+                    mine = squares[row]
                     mine[0] += sum_of_squares(weights) / slice_.copies
                     mine[1] += sum_of_squares(direction) / slice_.copies
         except TierError as error:  # the other ranks wait for the sums
@@ -111,9 +114,9 @@ class Lamb:
 
     def _move_weights(self, slice_: Slice, state: Mapping[str, Tensor], totals: list[list[float]]) -> None:
         settings = self.groups[slice_.group]
-        for shard, weights, direction in self._directions(slice_, state):
+        for row, weights, direction in self._directions(slice_, state):
             ratio = lamb_ratio(
-                *totals[self._place[shard.name]],
+                *totals[row],
                 min_ratio=float(settings.get("min_ratio", 0.0)),
                 max_ratio=float(settings.get("max_ratio", float("inf"))),
             )
@@ -121,14 +124,15 @@ class Lamb:
         if slice_.low is not None:
             slice_.low.copy_(state["master"])
 
-    def _directions(self, slice_: Slice, state: Mapping[str, Tensor]) -> Iterator[tuple[Shard, Tensor, Tensor]]:
-        """Cache-sized parts of every shard: (shard, weights [m], direction [m]); the direction is made anew each time.
+    def _directions(self, slice_: Slice, state: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Cache-sized parts of every tensor: (row, weights [m], direction [m]); the direction is made anew each time.
 
         Making it twice costs arithmetic and saves a buffer as large as the parameters.
         """
         settings = self.groups[slice_.group]
-        for shard in (shard for shard in slice_.shards if shard.name not in slice_.idle):
-            span = slice(shard.offset, shard.offset + shard.numel)
+        moving = (one for one in slice_.shards if one.name not in slice_.idle)
+        for shard, (row, start, stop) in ((one, part) for one in moving for part in self.tensors.parts(one)):
+            span = slice(start, stop)
             p, m, v = state["master"][span], state["exp_avg"][span], state["exp_avg_sq"][span]
             for part in chunks(p):
                 direction = lamb_direction(
@@ -142,7 +146,7 @@ class Lamb:
                     step=self.participation.of(shard.name),
                     bias_correction=bool(settings.get("bias_correction", True)),
                 )
-                yield shard, p[part], direction
+                yield row, p[part], direction
 
     @contextmanager
     def state(self, slice_: Slice, *, write: bool = False) -> Iterator[Mapping[str, Tensor]]:

@@ -1,6 +1,6 @@
 """1-bit LAMB: LAMB while the variance settles, then compressed momentum with trust ratios that are carried on.
 
-Warm-up is LAMB, bit for bit, and averages each parameter's trust ratio into cbar. Then the momenta of all parameters
+Warm-up is LAMB, bit for bit, and averages each tensor's trust ratio into cbar. Then the momenta of all parameters
 are averaged in one compressed vector, in which fixed factors bring them to one magnitude. A trust ratio of such a
 noisy momentum would mean little; instead cbar is multiplied by a factor r that follows how the second moment moves:
 
@@ -35,6 +35,7 @@ from trilithon.optim.link import Link
 from trilithon.optim.participation import Participation
 from trilithon.optim.phase import Compression, Phase, blend_, device_of, groups_by_name, preconditioner
 from trilithon.optim.residuals import SavedResiduals, rank_state
+from trilithon.optim.tensors import NormTable, Stack
 from trilithon.tiers import ResidentStore, bytes_by_tier, settle
 
 _NAME = "onebit_lamb"
@@ -42,7 +43,7 @@ _FRESH = "exp_avg_sq_fresh"
 
 
 class TrustRatios:
-    """Each parameter's mean trust ratio from the warm-up, and the factor that it is multiplied by afterwards."""
+    """Each tensor's mean trust ratio from the warm-up, and the factor that it is multiplied by afterwards."""
 
     def __init__(self, section: OneBitLambConfig) -> None:
         self._section = section
@@ -90,15 +91,16 @@ class OneBitLamb:
     sometimes = (_FRESH,)  # state of the compressed phase only
 
     def __init__(
-        self, groups: Sequence[Settings], names: Sequence[str], section: OneBitLambConfig, link: Link | None
-    ) -> None:
+        self, groups: Sequence[Settings], names: Sequence[str], section: OneBitLambConfig, link: Link | None,
+        stacks: Mapping[str, Stack] | None = None,
+    ) -> None:  # fmt: skip
         self.groups = groups
-        self._names, self._group_of = list(names), groups_by_name(groups)
+        self._tensors, self._group_of = NormTable(names, stacks), groups_by_name(groups)
         self._freeze, self._link = Freeze(section.freeze_step), link
         self._by = Compression(
             Sign(section.scale_norm), auto_mask=section.auto_mask, per_tensor_scaling=section.per_tensor_scaling
         )
-        self._warm = Lamb(groups, names, device_of(link))
+        self._warm = Lamb(groups, names, device_of(link), stacks=stacks)
         self._ratios = TrustRatios(section)
         self._fresh = ResidentStore()
         self._phase: Phase | None = None
@@ -110,8 +112,9 @@ class OneBitLamb:
         return SyncMode.LOCAL if self._freeze.over(step) else SyncMode.MEAN
 
     def coefficients(self) -> list[float]:
-        """What multiplied each parameter's direction in the last step, in the order of the names."""
-        return [self._ratios.last.get(name, 1.0) for name in self._names]
+        """What multiplied each tensor's direction in the last step: one for each parameter, one for each expert of a
+        stack, in the order of the names."""
+        return [self._ratios.last.get(label, 1.0) for label in self._tensors.labels]
 
     @torch.no_grad()
     def apply(
@@ -129,11 +132,12 @@ class OneBitLamb:
             self._leave()
         self._warm.apply(step, slices, grad_scale, done, combine)
         idle = slices[0].idle if slices else frozenset()
-        for name, (weights, direction) in zip(self._names, self._warm.totals, strict=True):
+        rows = zip(self._tensors.labels, self._tensors.parameters, self._warm.totals, strict=True)
+        for label, name, (weights, direction) in rows:
             settings = self.groups[self._group_of[name]]
             bounds = {key: float(settings[key]) for key in ("min_ratio", "max_ratio") if key in settings}
             if name not in idle:
-                self._ratios.sample(name, lamb_ratio(weights, direction, **bounds))
+                self._ratios.sample(label, lamb_ratio(weights, direction, **bounds))
         first = self.groups[0]
         self._freeze.observe(
             step, float(first["betas"][1]), float(first["lr"]), lambda: self._variance(slices, combine)
@@ -182,36 +186,36 @@ class OneBitLamb:
                 blend_(phase.vector.view(name), grad, self._beta1(name), grad_scale)
         phase.add_rest()
         phase.exchange.average(taking_part, step)
-        place = {name: index for index, name in enumerate(self._names)}
-        squares, largest = [[0.0, 0.0] for _ in place], [0.0 for _ in place]
+        squares, largest = [[0.0, 0.0] for _ in range(len(self._tensors))], [0.0 for _ in range(len(self._tensors))]
         for slice_ in slices:
             with self.state(slice_, write=True) as state:
                 self._move_state(slice_, state, phase)
-                for shard, part, moment, weights in self._directions(slice_, state, phase):
-                    mine, at = squares[place[shard.name]], place[shard.name]
-                    mine[0] += float(moment.double().square().sum())
-                    mine[1] += float(weights.double().square().sum())
-                    largest[at] = max(largest[at], self._largest_ratio(slice_, state, phase, shard, part))
+                for row, shard, part, moment, weights in self._directions(slice_, state):
+                    squares[row][0] += float(moment.double().square().sum())
+                    squares[row][1] += float(weights.double().square().sum())
+                    largest[row] = max(largest[row], self._largest_ratio(slice_, state, phase, shard, part))
         device = device_of(self._link)
         summed = combine(torch.tensor(squares, dtype=torch.float64, device=device).view(-1), ReduceOp.SUM)
         ratios = combine(torch.tensor(largest, dtype=torch.float64, device=device), ReduceOp.MAX).tolist()
         totals = summed.view(-1, 2).tolist()
         coefficients = {
-            name: self._coefficient(name, ratios[place[name]], *totals[place[name]]) for name in sorted(taking_part)
+            row: self._coefficient(row, ratios[row], *totals[row])
+            for name in sorted(taking_part)
+            for row in self._tensors.rows(name)
         }
         for slice_ in slices:
             with self.state(slice_, write=True) as state:
                 rate = float(self.groups[slice_.group]["lr"])
-                for shard, part, _, direction in self._directions(slice_, state, phase):
-                    slice_.master[part].sub_(direction.mul_(rate * coefficients[shard.name]))
+                for row, _, part, _, direction in self._directions(slice_, state):
+                    slice_.master[part].sub_(direction.mul_(rate * coefficients[row]))
                 if slice_.low is not None:
                     slice_.low.copy_(slice_.master)
             done(slice_)
 
-    def _coefficient(self, name: str, ratio: float, moment_squares: float, direction_squares: float) -> float:
-        decays = float(self.groups[self._group_of[name]].get("weight_decay", 0.0)) > 0
+    def _coefficient(self, row: int, ratio: float, moment_squares: float, direction_squares: float) -> float:
+        decays = float(self.groups[self._group_of[self._tensors.parameters[row]]].get("weight_decay", 0.0)) > 0
         share = min(1.0, (moment_squares / direction_squares) ** 0.5) if decays and direction_squares > 0 else 1.0
-        return self._ratios.next(name, ratio if ratio > 0 else 1.0, share)
+        return self._ratios.next(self._tensors.labels[row], ratio if ratio > 0 else 1.0, share)
 
     def _beta1(self, name: str) -> float:
         return float(self.groups[self._group_of[name]]["betas"][0])
@@ -230,22 +234,22 @@ class OneBitLamb:
                 momentum[part].copy_(here[part])
 
     def _directions(
-        self, slice_: Slice, state: Mapping[str, Tensor], phase: Phase
-    ) -> Iterator[tuple[Shard, slice, Tensor, Tensor]]:
-        """Cache-sized parts of every shard: (shard, place in the slice, m / (sqrt(v) + eps), direction with decay)."""
+        self, slice_: Slice, state: Mapping[str, Tensor]
+    ) -> Iterator[tuple[int, Shard, slice, Tensor, Tensor]]:
+        """Cache-sized parts of tensors: (row, shard, place in the slice, m / (sqrt(v) + eps), direction with decay)."""
         settings = self.groups[slice_.group]
         decay, frozen = float(settings.get("weight_decay", 0.0)), self._frozen
         assert frozen is not None
-        for shard in (shard for shard in slice_.shards if shard.name not in slice_.idle):
+        moving = (one for one in slice_.shards if one.name not in slice_.idle)
+        for shard, (row, start, stop) in ((one, part) for one in moving for part in self._tensors.parts(one)):
             counts = self._warm.participation.of(shard.name), frozen.of(shard.name)
             inv_c1, inv_sqrt_c2 = preconditioner(settings, *counts)
-            whole = slice_.master[shard.offset : shard.offset + shard.numel]
-            for inside in chunks(whole):
-                part = slice(shard.offset + inside.start, shard.offset + inside.stop)
+            for inside in chunks(slice_.master[start:stop]):
+                part = slice(start + inside.start, start + inside.stop)
                 v = state["exp_avg_sq"][part]
                 bottom = square_root(v, out=torch.empty_like(v)).mul_(inv_sqrt_c2).add_(float(settings["eps"]))
                 moment = (state["exp_avg"][part] * inv_c1).div_(bottom)
-                yield shard, part, moment, moment + slice_.master[part] * decay if decay else moment.clone()
+                yield row, shard, part, moment, moment + slice_.master[part] * decay if decay else moment.clone()
 
     def _largest_ratio(
         self, slice_: Slice, state: Mapping[str, Tensor], phase: Phase, shard: Shard, part: slice

@@ -11,9 +11,10 @@ from typing import Any
 
 from trilithon.config import ApmSqueeze, Fp32, OneBitAdam, OneBitLamb, ResolvedBatch, ZeroOneAdam, explain
 from trilithon.config.compressed import padded_numel
-from trilithon.config.mesh import REPLICAS
+from trilithon.config.mesh import EXPERT_RANKS
 from trilithon.config.optimizer import OptimizerConfig
-from trilithon.engine.capabilities import require_no_refusals, require_rule_for_experts
+from trilithon.engine.capabilities import require_no_refusals
+from trilithon.engine.expert_capabilities import require_rule_for_experts
 from trilithon.models.settings import GPTConfig
 from trilithon.pretrain.settings import PretrainConfig
 
@@ -66,9 +67,9 @@ def checkpoint_bytes(config: PretrainConfig, num_parameters: int, ranks: int = 1
 def _refuse(config: PretrainConfig, ranks: int) -> None:
     """As `trilithon.initialize` would, once the model is there."""
     require_no_refusals(config.engine)
-    replicas = config.engine.mesh.axes(ranks).size(REPLICAS)
+    holders = config.engine.mesh.axes(ranks).size(EXPERT_RANKS)
     model = config.model
-    degree = model.ep_size or math.gcd(model.experts, replicas)
+    degree = model.ep_size or math.gcd(model.experts, holders)
     if model.experts and degree > 1 and config.engine.optimizer is not None:
         require_rule_for_experts(config.engine.optimizer.kind, [degree])
 

@@ -20,21 +20,62 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from trilithon.contracts import Collectives, Tag
 from trilithon.parallel.moe.gate import Choice
+
+_CACHED_ROWS = 128  # of a few hundred to a few thousand numbers each
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Lookup:
+    """Rows to take from a table, some of which are nowhere. index: [n], 0 there; missing: where, as positions or, on a
+    device that would have to be asked how many, as a mask [n, 1]; None if all are somewhere."""
+
+    index: Tensor
+    missing: Tensor | None
+
+    @staticmethod
+    def of(index: Tensor, *, complete: bool) -> Lookup:
+        """index: [n], -1 for nowhere. complete: none is."""
+        if complete:
+            return Lookup(index, None)
+        nowhere = index < 0
+        return Lookup(index.clamp(min=0), nowhere.unsqueeze(1) if index.is_cuda else nowhere.nonzero().view(-1))
+
+    def take(self, values: Tensor) -> Tensor:
+        """values: [m, M] -> [n, M], zeros for what is nowhere."""
+        if values.shape[0] == 0:
+            return values.new_zeros(self.index.numel(), values.shape[1])
+        found = values.index_select(0, self.index)
+        if self.missing is None:
+            return found
+        return (
+            found.masked_fill_(self.missing, 0.0) if self.missing.dim() > 1 else found.index_fill_(0, self.missing, 0)
+        )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Rows:
     """slot_of: [S, K] row of each choice, -1 if dropped; source: [N] index s * K + j of the choice in a row, -1 if the
     row is empty; per_expert: rows of each expert when that number is fixed, else None; choice: kept while a graph that
-    uses the table lives, so that a recomputation finds it.
+    uses the table lives, so that a recomputation finds it. rows: for each of the K places, the row of each token;
+    choices, tokens: the choice and the token of each row.
     """
 
     slot_of: Tensor
     source: Tensor
     per_expert: int | None
     choice: Choice
+    rows: tuple[Lookup, ...]
+    choices: Lookup
+    tokens: Lookup
+
+    @staticmethod
+    def of(slot_of: Tensor, source: Tensor, per_expert: int | None, choice: Choice) -> Rows:
+        k, complete = slot_of.shape[1], choice.complete
+        rows = tuple(Lookup.of(slot_of[:, place].contiguous(), complete=complete) for place in range(k))
+        choices = Lookup.of(source, complete=per_expert is None)
+        tokens = choices if k == 1 else Lookup(choices.index.div(k, rounding_mode="floor"), choices.missing)
+        return Rows(slot_of, source, per_expert, choice, rows, choices, tokens)
 
 
 def rows_of(choice: Choice, per_expert: int | None) -> Rows:
@@ -49,23 +90,13 @@ def rows_of(choice: Choice, per_expert: int | None) -> Rows:
     slot_of = torch.full((num_tokens * k,), -1, dtype=torch.int64, device=flat.device)
     if per_expert is None:
         slot_of[source] = torch.arange(total, device=flat.device)
-        return Rows(slot_of.view(num_tokens, k), source, None, choice)
+        return Rows.of(slot_of.view(num_tokens, k), source, None, choice)
     starts = choice.kept_counts.cumsum(0) - choice.kept_counts
     slots = experts * per_expert + torch.arange(total, device=flat.device) - starts[experts]
     slot_of[source] = slots
     padded = torch.full((num_experts * per_expert,), -1, dtype=torch.int64, device=flat.device)
     padded[slots] = source
-    return Rows(slot_of.view(num_tokens, k), padded, per_expert, choice)
-
-
-def take(values: Tensor, index: Tensor, gaps: bool) -> Tensor:
-    """Rows of `values` [n, M] at `index`; zeros where it is -1, which `gaps` says can occur."""
-    if not gaps:
-        return values.index_select(0, index)
-    if values.shape[0] == 0:
-        return values.new_zeros(index.numel(), values.shape[1])
-    found = values.index_select(0, index.clamp(min=0))
-    return found.masked_fill_((index < 0).unsqueeze(1), 0.0)
+    return Rows.of(slot_of.view(num_tokens, k), padded, per_expert, choice)
 
 
 class _Scatter(Function):
@@ -74,17 +105,15 @@ class _Scatter(Function):
     @staticmethod
     def forward(ctx: Any, x_SM: Tensor, rows: Rows) -> Tensor:
         ctx.rows = rows
-        source, k = rows.source, rows.slot_of.shape[1]
-        tokens = torch.where(source < 0, source, source.div(k, rounding_mode="floor")) if k > 1 else source
-        return take(x_SM, tokens, rows.per_expert is not None)
+        return rows.tokens.take(x_SM)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NM: Tensor) -> tuple[Tensor, None]:
-        slot_of = ctx.rows.slot_of
-        total = take(grad_NM, slot_of[:, 0], True)
-        for place in range(1, slot_of.shape[1]):
-            total += take(grad_NM, slot_of[:, place], True)
+        first, *others = ctx.rows.rows
+        total: Tensor = first.take(grad_NM)
+        for other in others:
+            total += other.take(grad_NM)
         return total, None
 
 
@@ -96,8 +125,8 @@ class _Combine(Function):
         ctx.rows = rows
         ctx.save_for_backward(rows_NM, weights_SK)
         total = None
-        for place in range(rows.slot_of.shape[1]):
-            part = take(rows_NM, rows.slot_of[:, place], True).to(weights_SK.dtype)
+        for place, lookup in enumerate(rows.rows):
+            part = lookup.take(rows_NM).to(weights_SK.dtype)
             part *= weights_SK[:, place : place + 1]
             total = part if total is None else total.add_(part)
         assert total is not None
@@ -108,45 +137,21 @@ class _Combine(Function):
     def backward(ctx: Any, grad_SM: Tensor) -> tuple[Tensor, Tensor, None]:
         rows_NM, weights_SK = ctx.saved_tensors
         rows: Rows = ctx.rows
-        source, k, gaps = rows.source, weights_SK.shape[1], rows.per_expert is not None
-        tokens = torch.where(source < 0, source, source.div(k, rounding_mode="floor")) if k > 1 else source
-        weight_of = take(weights_SK.reshape(-1, 1), source, gaps)
-        grad_rows = take(grad_SM, tokens, gaps).to(weights_SK.dtype)
-        columns = []
-        for place in range(k):
-            part = take(rows_NM, rows.slot_of[:, place], True).to(weights_SK.dtype)
-            columns.append((part * grad_SM).sum(1))
-        return (grad_rows * weight_of).to(rows_NM.dtype), torch.stack(columns, 1), None
+        grad_rows = rows.tokens.take(grad_SM).to(weights_SK.dtype)
+        of_row = _products(rows_NM, grad_rows)
+        columns = [lookup.take(of_row) for lookup in rows.rows]
+        grad_rows *= rows.choices.take(weights_SK.reshape(-1, 1))
+        return grad_rows.to(rows_NM.dtype), torch.cat(columns, 1), None
 
 
-class _Exchange(Function):
-    """rows [n, M] to their ranks; send, receive: rows for and from each. Backward sends them back."""
-
-    @staticmethod
-    def forward(  # noqa: PLR0917 (autograd passes by position)
-        ctx: Any, rows: Tensor, group: Collectives, send: list[int] | None, receive: list[int] | None, tag: Tag
-    ) -> Tensor:
-        ctx.group, ctx.send, ctx.receive, ctx.tag = group, send, receive, tag
-        return _all_to_all(rows, group, send, receive, tag)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        tag = Tag(f"{ctx.tag.module}, backward", ctx.tag.parameters)
-        return _all_to_all(grad, ctx.group, ctx.receive, ctx.send, tag), None, None, None, None
-
-
-def _all_to_all(
-    rows: Tensor, group: Collectives, send: list[int] | None, receive: list[int] | None, tag: Tag
-) -> Tensor:
-    width = rows.shape[-1]
-    rows = rows.contiguous()
-    if send is None or receive is None:
-        out = torch.empty_like(rows)
-        group.all_to_all(out, rows, tag).wait()
-        return out
-    out = rows.new_empty(sum(receive), width)
-    group.all_to_all(out, rows, tag, receive=[n * width for n in receive], send=[n * width for n in send]).wait()
+def _products(a_NM: Tensor, b_NM: Tensor) -> Tensor:
+    """[N, 1] inner products of rows, in the type of b; in parts, so that what is between stays in the cache."""
+    if a_NM.is_cuda:
+        return (a_NM * b_NM).sum(1, keepdim=True)
+    out = b_NM.new_empty(len(a_NM), 1)
+    for start in range(0, len(a_NM), _CACHED_ROWS):
+        part = slice(start, start + _CACHED_ROWS)
+        torch.sum(a_NM[part] * b_NM[part], 1, keepdim=True, out=out[part])
     return out
 
 
@@ -173,15 +178,6 @@ def scatter(x_SM: Tensor, rows: Rows) -> Tensor:
 def combine(rows_NM: Tensor, weights_SK: Tensor, rows: Rows) -> Tensor:
     """[N, M], [S, K] -> [S, M]: a token without a kept choice gets exactly zero."""
     out: Tensor = _Combine.apply(rows_NM, weights_SK, rows)
-    return out
-
-
-def exchange(
-    rows: Tensor, group: Collectives, tag: Tag, send: list[int] | None = None, receive: list[int] | None = None
-) -> Tensor:
-    """[n, M] -> [m, M], differentiable: rows in order of the rank they go to become rows in order of the rank they come
-    from. send, receive: how many; None for equal parts. Every rank of the group calls it, also with no row."""
-    out: Tensor = _Exchange.apply(rows, group, send, receive, tag)
     return out
 
 

@@ -4,9 +4,9 @@ A parameter that one expert calls `up.weight` is one parameter `up.weight` of sh
 first dimension holds all experts; on several each rank holds a contiguous part of it, so that a rank's block is a range
 of the whole parameter and checkpoints know experts by their global number.
 
-Feed-forward blocks run as batched products, on a CPU as one product per expert where that is faster; any other module
-runs once per expert on its rows, with its slice of the stack. An expert without tokens takes part with zero rows, so
-that every parameter has a gradient on every rank.
+Feed-forward blocks run as batched products, or as one product per expert where that is faster (`products`); any other
+module runs once per expert on its rows, with its slice of the stack. An expert without tokens takes part with zero
+rows, so that every parameter has a gradient on every rank.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from trilithon.errors import ConfigError
+from trilithon.parallel.moe import products
 from trilithon.parallel.moe.forms import recognise
 
 logger = logging.getLogger(__name__)
@@ -136,13 +137,21 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Sequence[int] | None = None) -> Tensor:
         """rows: [experts here, n, M], or [n, M] expert by expert with `counts` rows for each. Keeps the shape."""
         weights: dict[str, Tensor] = dict(zip(self.names, self.parameters(), strict=True))
+        if self.form is not None and self._batched(rows, counts):
+            return self.form.run(rows, weights)
+        if self.form is not None and products.can_run(rows, weights):
+            sizes = [rows.shape[1]] * self.here if counts is None else counts
+            return products.run(rows.reshape(-1, rows.shape[-1]), sizes, self.form, weights).view(rows.shape)
         if counts is None:
-            small = rows.shape[1] < _FEW_ROWS and rows.shape[2] <= _NARROW
-            if self.form is not None and (rows.device.type != "cpu" or small):
-                return self.form.run(rows, weights)
             return torch.stack([self._run_one(x, w) for x, w in zip(rows.unbind(0), self._each(weights), strict=True)])
         parts = zip(rows.split(list(counts)), self._each(weights), strict=True)
         return torch.cat([self._run_one(x, w) for x, w in parts])
+
+    @staticmethod
+    def _batched(rows: Tensor, counts: Sequence[int] | None) -> bool:
+        """As many rows for each expert, where a batched product is the fastest way."""
+        small = rows.shape[-2] < _FEW_ROWS and rows.shape[-1] <= _NARROW
+        return counts is None and (rows.device.type != "cpu" or small)
 
     def _each(self, weights: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """The parameters of each expert here, as views; all of them take part in backward."""

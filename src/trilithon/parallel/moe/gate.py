@@ -58,7 +58,7 @@ class Choice:
 
     experts: [S, K] i64, in order of choice; kept: [S, K] bool; capacity: slots per expert (None: as many as needed);
     routed, kept_counts: [E] i64, by expert, before and after dropping; used: [S] bool or None, tokens that are not
-    padding, which alone are routed.
+    padding, which alone are routed; complete: every choice is known to be kept.
     """
 
     experts: Tensor
@@ -67,6 +67,7 @@ class Choice:
     routed: Tensor
     kept_counts: Tensor
     used: Tensor | None
+    complete: bool = False
 
 
 def slots_per_expert(num_tokens: int, num_experts: int, k: int, factor: float, minimum: int) -> int:
@@ -134,15 +135,16 @@ def decide(
     routed = torch.bincount(counted.reshape(-1), minlength=num_experts)
     kept = torch.ones_like(experts, dtype=torch.bool) if used is None else used.unsqueeze(1).expand(-1, rule.k).clone()
     if rule.capacity_factor is None:
-        return Choice(experts, kept, None, routed, routed, used)
+        return Choice(experts, kept, None, routed, routed, used, used is None)
     capacity = slots_per_expert(num_tokens, num_experts, rule.k, rule.capacity_factor, rule.min_capacity)
     draws = None
     if generator is not None and rule.drop_policy == "rts":  # drawn even if nothing is dropped: chance stays in step
         draws = torch.rand(num_tokens, generator=generator, device=logits.device)
     kept_counts = routed.clamp(max=capacity)
-    if num_tokens and (logits.is_cuda or int(routed.max()) > capacity):  # asking would stall a stream
+    crowded = bool(num_tokens) and (logits.is_cuda or int(routed.max()) > capacity)  # asking would stall a stream
+    if crowded:
         kept = keep_within(experts, capacity, _priority(rule, probs, experts, draws), used)
-    return Choice(experts, kept, capacity, routed, kept_counts, used)
+    return Choice(experts, kept, capacity, routed, kept_counts, used, used is None and not crowded)
 
 
 def _priority(rule: RoutingRule, probs: Tensor, experts: Tensor, draws: Tensor | None) -> Tensor | None:

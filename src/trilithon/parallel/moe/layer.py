@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trilithon.contracts import Collectives, ReduceOp, Tag
+from trilithon.contracts import Collectives, Tag
 from trilithon.errors import ConfigError, ProtocolError
 from trilithon.parallel.moe.balance import Counts, Scope, balance_loss, z_loss
-from trilithon.parallel.moe.dispatch import Rows, by_expert, combine, exchange, reorder, rows_of, scatter
+from trilithon.parallel.moe.dispatch import Rows, by_expert, combine, reorder, rows_of, scatter
 from trilithon.parallel.moe.experts import Expert, Experts, Init, dense_twin, with_bias
 from trilithon.parallel.moe.gate import Choice, DropPolicy, Gate, NormTopK, RoutingRule, combine_weights, decide
+from trilithon.parallel.moe.travel import ExpertRanks, all_rows, counts_of_share, exchange, own_rows
 
 _REMEMBERED = 4096  # forwards whose keys a recomputation may draw again
 
@@ -79,8 +80,6 @@ class MoE(nn.Module):
         super().__init__()
         noise = None if noisy_gate_policy in (None, "None") else noisy_gate_policy
         _check(num_experts, k, ep_size, capacity_factor, eval_capacity_factor, min_capacity, noise, residual_combine)
-        if enable_expert_tensor_parallelism:
-            raise ConfigError("enable_expert_tensor_parallelism=True: experts are not tensor-sliced in this version.")
         if use_tutel:
             warnings.warn("use_tutel has no effect: batched experts and index tables are built in.", stacklevel=2)
         self.hidden_size, self.num_experts, self.ep_size, self.k = hidden_size, num_experts, ep_size, k
@@ -109,32 +108,33 @@ class MoE(nn.Module):
             self.mlp = dense_twin(expert)
             self.coefficient = nn.Linear(hidden_size, 2) if residual_combine == "learned" else None
         self.last: Last | None = None
+        self.tensor_sliced_experts = enable_expert_tensor_parallelism  # refused on a mesh with a tensor axis
         self.name = "MoE"
         self.loss_factor = 1.0  # what the engine multiplies the loss of the running backward by
         self.data_rank = 0  # mixed into the draws: ranks with different tokens draw differently
-        self._group: Collectives | None = None
+        self._ranks: ExpertRanks | None = None  # None: no other rank takes part
         self._data: Collectives | None = None
         self._choices: weakref.WeakValueDictionary[int, Choice] = weakref.WeakValueDictionary()
         self._drawn: deque[int] = deque(maxlen=_REMEMBERED)  # tokens of forwards, for recomputations to find
 
     # -------------------------------------------------------------------------------------------------- on ranks
-    def bind(self, name: str, group: Collectives, data: Collectives | None, data_rank: int) -> None:
-        """Called by the engine: tokens travel over `group`, of which each rank keeps its part of the experts;
+    def bind(self, name: str, ranks: ExpertRanks, data: Collectives | None, data_rank: int) -> None:
+        """Called by the engine: each rank of `ranks.group` keeps its part of the experts, and tokens travel there;
         statistics of scope "global" are summed over `data`."""
         self.name, self.data_rank, self._data = name, data_rank, data
-        if group.world_size > 1:
-            here = self.num_experts // group.world_size
-            self._group = group
-            self.experts.hold_only(group.rank * here, here)
+        self._ranks = ranks if ranks.spread or ranks.tensor is not None else None
+        if ranks.spread:
+            here = self.num_experts // ranks.group.world_size
+            self.experts.hold_only(ranks.group.rank * here, here)
 
     def unbind(self) -> None:
         """Collective over the expert group: the layer has all experts again."""
-        group, self._group, self._data = self._group, None, None
-        if group is None:
+        ranks, self._ranks, self._data = self._ranks, None, None
+        if ranks is None or not ranks.spread:
             return
         for name, param in self.experts.named_parameters():
             whole = param.data.new_empty(self.num_experts, *param.shape[1:])
-            group.all_gather(whole, param.data.contiguous(), Tag(self.name, (name,))).wait()
+            ranks.group.all_gather(whole, param.data.contiguous(), Tag(self.name, (name,))).wait()
             param.data = whole
         self.experts.first, self.experts.here = 0, self.num_experts
 
@@ -162,47 +162,57 @@ class MoE(nn.Module):
         return y_SM.view(hidden_states.shape), balance, choice.routed
 
     def _through_experts(self, x_SM: Tensor, weights_SK: Tensor, choice: Choice) -> Tensor:
-        group = self._group
-        if choice.capacity is None:
-            rows = rows_of(choice, None)
-            return combine(self._dropless(scatter(x_SM, rows), choice, group), weights_SK, rows)
-        slots = choice.capacity if group is None else self._agreed_slots(choice.capacity, x_SM.device, group)
-        rows = rows_of(choice, slots)
-        return combine(self._padded(scatter(x_SM, rows), rows, group), weights_SK, rows)
+        rows = rows_of(choice, None if choice.capacity is None else self._slots(choice.capacity, x_SM.device))
+        grouped_NM = scatter(x_SM, rows)
+        tensor = self._ranks.tensor if self._ranks is not None else None
+        if tensor is None:
+            return combine(self._experts_of(grouped_NM, rows), weights_SK, rows)
+        mine = own_rows(grouped_NM, tensor, Tag(f"{self.name}, own rows"))
+        done = all_rows(self._experts_of(mine, rows), len(grouped_NM), tensor, Tag(f"{self.name}, all rows"))
+        return combine(done, weights_SK, rows)
 
-    def _agreed_slots(self, capacity: int, device: torch.device, group: Collectives) -> int:
-        """The largest capacity in the group: ranks may have different numbers of tokens."""
-        most = torch.tensor([capacity], device=device)
-        group.all_reduce(most, Tag(f"{self.name}, slots"), ReduceOp.MAX).wait()
-        return int(most)
+    def _slots(self, capacity: int, device: torch.device) -> int:
+        """Rows of each expert: the largest capacity of any rank, since ranks may have different numbers of tokens, in
+        equal shares for ranks with the same tokens."""
+        ranks = self._ranks
+        if ranks is None:
+            return capacity
+        if ranks.spread:
+            capacity = ranks.largest(capacity, device, Tag(f"{self.name}, slots"))
+        parts = ranks.share[1]
+        return -(-capacity // parts) * parts
 
-    def _padded(self, rows: Tensor, table: Rows, group: Collectives | None) -> Tensor:
+    def _experts_of(self, rows_NM: Tensor, table: Rows) -> Tensor:
+        """[N, M] -> [N, M]: what the experts make of this rank's share of the rows."""
+        share = self._ranks.share if self._ranks is not None else (0, 1)
+        if table.per_expert is not None:
+            return self._padded(rows_NM, table.per_expert // share[1])
+        return self._dropless(rows_NM, counts_of_share(table.choice.kept_counts, share))
+
+    def _padded(self, rows: Tensor, slots: int) -> Tensor:
         """[E * C, M] -> [E * C, M], C slots for every expert."""
-        slots, width = table.per_expert or 0, self.hidden_size
-        if group is None:
+        ranks, width = self._ranks, self.hidden_size
+        if ranks is None or not ranks.spread:
             out: Tensor = self.experts(rows.view(self.num_experts, slots, width))
             return out.reshape(-1, width)
-        ranks, here = group.world_size, self.experts.here
-        arrived = exchange(rows, group, Tag(f"{self.name}, dispatch"))
-        stacked = arrived.view(ranks, here, slots, width).transpose(0, 1).reshape(here, ranks * slots, width)
-        done: Tensor = self.experts(stacked).view(here, ranks, slots, width).transpose(0, 1).reshape(-1, width)
-        return exchange(done, group, Tag(f"{self.name}, return"))
+        number, here, trip = ranks.group.world_size, self.experts.here, ranks.equal()
+        arrived = exchange(rows, trip, Tag(f"{self.name}, dispatch"))
+        stacked = arrived.view(number, here, slots, width).transpose(0, 1).reshape(here, number * slots, width)
+        done: Tensor = self.experts(stacked).view(here, number, slots, width).transpose(0, 1).reshape(-1, width)
+        return exchange(done, trip, Tag(f"{self.name}, return"), home=True)
 
-    def _dropless(self, rows: Tensor, choice: Choice, group: Collectives | None) -> Tensor:
-        """[n, M], expert by expert -> [n, M]."""
-        counts = choice.kept_counts
-        if group is None:
+    def _dropless(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """[n, M], expert by expert -> [n, M]. counts: [E] rows of each."""
+        ranks = self._ranks
+        if ranks is None or not ranks.spread:
             out: Tensor = self.experts(rows, counts.tolist())
             return out
-        ranks, here = group.world_size, self.experts.here
-        incoming = torch.empty_like(counts)
-        group.all_to_all(incoming, counts.contiguous(), Tag(f"{self.name}, counts")).wait()
-        send, receive = counts.view(ranks, here).sum(1).tolist(), incoming.view(ranks, here)
+        here = self.experts.here
+        trip, receive = ranks.counted(counts.view(ranks.group.world_size, here), Tag(f"{self.name}, counts"))
         order, inverse = by_expert(receive)
-        arrived = exchange(rows, group, Tag(f"{self.name}, dispatch"), send, receive.sum(1).tolist())
+        arrived = exchange(rows, trip, Tag(f"{self.name}, dispatch"))
         done = self.experts(reorder(arrived, order, inverse), receive.sum(0).tolist())
-        back = reorder(done, inverse, order)
-        return exchange(back, group, Tag(f"{self.name}, return"), receive.sum(1).tolist(), send)
+        return exchange(reorder(done, inverse, order), trip, Tag(f"{self.name}, return"), home=True)
 
     def _with_residual(self, x_SM: Tensor, y_SM: Tensor) -> Tensor:
         """The dense branch (Rajbhandari et al. 2022, arXiv:2201.05596, section 4.1); a dropped token still has it."""
@@ -253,19 +263,20 @@ class MoE(nn.Module):
         return key, torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._group is not None:
+        if self.experts.here != self.num_experts:
             raise ProtocolError(
                 f"{self.name} cannot be copied or pickled while its experts are spread over ranks: this rank holds a "
                 "part of them. engine.state_dict() gives whole copies; engine.close() gives the whole model back."
             )
-        return {**self.__dict__, "_choices": None, "_drawn": None, "_data": None, "last": None}
+        return {**self.__dict__, "_choices": None, "_drawn": None, "_ranks": None, "_data": None, "last": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._choices, self._drawn = weakref.WeakValueDictionary(), deque(maxlen=_REMEMBERED)
 
     def extra_repr(self) -> str:
-        spread = f"over {self._group.world_size} ranks" if self._group is not None else f"ep_size={self.ep_size}"
+        ranks = self._ranks
+        spread = f"ep_size={self.ep_size}" if ranks is None else f"over {ranks.group.world_size} ranks"
         factor = "dropless" if self.rule.capacity_factor is None else f"capacity {self.rule.capacity_factor:g}"
         return f"{self.num_experts} experts, k={self.k}, {factor}, {spread}"
 

@@ -41,3 +41,22 @@ def test_a_degree_that_does_not_fit_names_the_layer_and_those_that_do():
         resolve_ep_size("blocks.1.moe", 4, 8, 6)
     with pytest.raises(ConfigError, match=r"head: 6 experts do not split over ep_size=4"):
         resolve_ep_size("head", 4, 6, 8)
+
+
+def test_groups_on_nodes():
+    """Eight ranks, nodes of four: a group of eight lies on two nodes, one of two on one."""
+    ranks = range(8)
+    whole = ExpertAxes(8, 8)
+    assert whole.node_groups(ranks, 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert whole.peer_groups(ranks, 4) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert whole.levels(ranks, 4) == (2, 4)
+    assert ExpertAxes(8, 2).levels(ranks, 4) == (1, 2)
+    assert ExpertAxes(8, 2, data_first=True).levels(ranks, 4) == (2, 1)
+    assert ExpertAxes(8, 4, data_first=True).node_groups(ranks, 4) == [[0, 2], [4, 6], [1, 3], [5, 7]]
+
+
+def test_groups_that_lie_unevenly_on_nodes_are_refused():
+    with pytest.raises(ConfigError, match=r"expert group \[0, 1, 2, 3, 4, 5\] has \[4, 2\].*or 'flat'"):
+        ExpertAxes(6, 6).levels(range(6), 4)
+    with pytest.raises(ConfigError, match="expert groups of 2 ranks lie differently"):
+        ExpertAxes(8, 2).levels([0, 1, 2, 3, 4, 5, 6, 8], 4)

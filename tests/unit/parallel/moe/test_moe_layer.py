@@ -1,6 +1,7 @@
 """The layer on one process against dense masks; expert forms; initial values; odd inputs."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -270,8 +271,6 @@ def test_settings_that_do_not_fit_are_refused_together():
         MoE(M, nn.GELU(), E)
     with pytest.raises(ConfigError, match="keep their shape"):
         MoE(M, nn.Linear(M, M + 1), E, k=1)(torch.randn(3, M))
-    with pytest.raises(ConfigError, match="tensor-sliced"):
-        MoE(M, EXPERTS["gelu"](), E, enable_expert_tensor_parallelism=True)
 
 
 def test_a_copied_or_saved_layer_is_a_layer(tmp_path):
@@ -282,3 +281,25 @@ def test_a_copied_or_saved_layer_is_a_layer(tmp_path):
     back = torch.load(tmp_path / "layer.pt", weights_only=False).eval()
     x = torch.randn(3, M)
     assert torch.equal(back(x)[0], layer.eval()(x)[0])
+
+
+def test_every_argument_of_deepspeeds_layer_is_taken_in_its_place_or_refused():
+    """Names, order and defaults; evaluation drops nothing unless asked, where DeepSpeed's default factor is 1."""
+    theirs = {
+        "hidden_size": inspect.Parameter.empty, "expert": inspect.Parameter.empty, "num_experts": 1, "ep_size": 1,
+        "k": 1, "capacity_factor": 1.0, "eval_capacity_factor": None, "min_capacity": 4, "use_residual": False,
+        "noisy_gate_policy": None, "drop_tokens": True, "use_rts": True, "use_tutel": False,
+        "enable_expert_tensor_parallelism": False, "top2_2nd_expert_sampling": True,
+    }  # fmt: skip
+    positional = [p for p in inspect.signature(MoE).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert {p.name: p.default for p in positional} == theirs and [p.name for p in positional] == list(theirs)
+    with pytest.warns(UserWarning, match="use_tutel has no effect"):
+        layer = MoE(M, EXPERTS["gelu"](), E, 1, 2, 1.25, 2.0, 0, True, "None", False, False, True, True, False)
+    y, balance, counts = layer(torch.randn(3, 5, M), torch.ones(3, 5))
+    assert y.shape == (3, 5, M) and balance.dim() == 0 and int(counts.sum()) == 30
+    for policy in ("Jitter", "RSample"):
+        MoE(M, EXPERTS["gelu"](), E, noisy_gate_policy=policy)(torch.randn(2, M))
+    with pytest.raises(ConfigError, match="noisy_gate_policy='Loud'"):
+        MoE(M, EXPERTS["gelu"](), E, noisy_gate_policy="Loud")
+    with pytest.raises(ConfigError, match=r"num_experts=4 does not split over ep_size=3"):
+        MoE(M, EXPERTS["gelu"](), E, ep_size=3)
