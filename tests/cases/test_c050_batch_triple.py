@@ -26,7 +26,7 @@ def test_all_combinations_of_given_and_not_given(form, ranks):
     for given in itertools.product([True, False], repeat=3):
         sizes = tuple(size if keep else None for size, keep in zip(whole, given))
         if form == "deepspeed" and not (given[0] or given[1]):
-            with pytest.raises(ConfigError, match="train_batch_size and train_micro_batch_size_per_gpu"):
+            with pytest.raises(ConfigError, match="train_batch_size or train_micro_batch_size_per_gpu needs"):
                 load(form, sizes)
             continue
         solved = load(form, sizes).batch.resolve(ranks)

@@ -71,9 +71,12 @@ def test_a_dry_run_shows_the_run_and_starts_nothing(tmp_path):
         (["--resume", "--nproc", "2"], ["--resume", "auto", "--nproc", "2"]),
         (["--resume", "runs/a", "--steps", "9"], ["--resume", "runs/a", "--steps", "9"]),
         (["--data", "x"], ["--data", "x"]),
+        (["--recompute"], ["--recompute", "full"]),
+        (["--recompute", "selective", "--tp", "2"], ["--recompute", "selective", "--tp", "2"]),
+        (["--recompute", "texts/"], ["--recompute", "full", "texts/"]),
     ],
 )
-def test_resume_may_stand_alone(arguments, completed):
+def test_resume_and_recompute_may_stand_alone(arguments, completed):
     assert complete(arguments) == completed
 
 

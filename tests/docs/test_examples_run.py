@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from trilithon.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
 APART = ("compare_script.py", "multilingual_moe.py")  # with tests of their own: they take arguments
@@ -53,6 +56,19 @@ def test_the_example_runs(script, num_ranks, tmp_path):
         assert int(grown) <= 32 and int(states) > 2 * int(grown)
     if script.name == "zero3_init.py":
         assert ("refused: `sum` reads" in said) == (num_ranks > 1)  # one rank holds everything
+
+
+def executed(script: Path) -> tuple[tuple[int, ...], int, float]:
+    engine = runpy.run_path(str(script))["engine"]
+    return engine.mesh.axes.sizes, engine.steps, engine.loss
+
+
+def test_all_axes_at_once():
+    """Eight ranks, of the warm server: data, sequence and tensor slices together."""
+    found = run_ranks(executed, 8, ROOT / "examples" / "all_axes.py", timeout_s=LIMIT_S)
+    assert len(set(found)) == 1
+    sizes, steps, loss = found[0]
+    assert sizes == (1, 2, 2, 2) and steps == 20 and loss < 3.5  # log 64 is 4.2
 
 
 def test_the_smallest_example_is_about_ten_lines():

@@ -76,6 +76,19 @@ def test_checkpoints_are_written_and_read_by_every_system(tmp_path):
     assert list(tmp_path.iterdir()) == [out], "nothing is left behind"
 
 
+def test_bytes_of_activations_fall_and_losses_agree(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    size = ["--ranks", 1, "--layers", 3, "--width", 32, "--heads", 2, "--tokens", 16, "--batch", 2]
+    done = run("activation_memory.py", *size, "--out", out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["manner"]: row for row in rows_of(out)}
+    assert list(rows) == ["none", "selective", "full", "full, host"]
+    alive = [row["alive_bytes"] for row in rows.values()]
+    assert alive == sorted(alive, reverse=True)
+    unit = 2 * 16 * 32 * 4
+    assert rows["full"]["checkpoints_device_bytes"] == rows["full, host"]["checkpoints_host_bytes"] == 3 * unit
+
+
 def test_ctrl_c_leaves_no_process(tmp_path):
     command = [
         sys.executable, str(BENCHMARKS / "train_step.py"), "--size", "tiny", "--only", "ddp-fp32", "--rounds", "100000",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from trilithon.checkpoint.agreement import Alone, Coordinator
 from trilithon.checkpoint.convert import convert
+from trilithon.checkpoint.deepspeed_export import ExportedFiles, export_deepspeed
 from trilithon.checkpoint.difference import TensorDifference, differences
 from trilithon.checkpoint.export import Exported, export
 from trilithon.checkpoint.manifest import Chunk, Entry, FileRecord, Manifest
@@ -26,6 +27,7 @@ __all__ = [
     "Coordinator",
     "Entry",
     "Exported",
+    "ExportedFiles",
     "FileRecord",
     "Holding",
     "Manifest",
@@ -37,6 +39,7 @@ __all__ = [
     "convert",
     "differences",
     "export",
+    "export_deepspeed",
     "open_checkpoint",
     "save",
     "tags",

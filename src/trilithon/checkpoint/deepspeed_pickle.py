@@ -23,6 +23,10 @@ class LossScaler:
     """Holds the attributes of DeepSpeed's loss scalers, as they were: cur_scale, cur_iter, ..."""
 
 
+class DynamicLossScaler(LossScaler):
+    """The one that moves."""
+
+
 class FragmentAddress:
     """Where a parameter's part lies in a rank's flat tensor."""
 
@@ -33,10 +37,13 @@ class FragmentAddress:
 class Stage(int):
     """The number of a ZeRO stage; an enumeration in DeepSpeed."""
 
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return Stage, (int(self),)
+
 
 STAND_INS: dict[str, type] = {
     "LossScaler": LossScaler,
-    "DynamicLossScaler": LossScaler,
+    "DynamicLossScaler": DynamicLossScaler,
     "fragment_address": FragmentAddress,
     "ZeroStageEnum": Stage,
 }

@@ -11,11 +11,12 @@ from typing import Any
 from trilithon.checkpoint.deepspeed_pickle import LossScaler, plain
 from trilithon.checkpoint.deepspeed_tensors import Found
 
-_OF_DEEPSPEED = frozenset(
+RESERVED = frozenset(
     """
     module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
     data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size
-    mp_world_size checkpoint_parallel_dimensions num_experts ds_config ds_version universal_checkpoint_info
+    mp_world_size checkpoint_parallel_dimensions num_experts ds_autoep_layers ds_config ds_version
+    universal_checkpoint_info
     """.split()  # noqa: SIM905 (a list of 20 short words)
 )
 """What DeepSpeed writes at the top level of a model file; the user's client_state lies beside it."""
@@ -28,7 +29,7 @@ def extra_of(found: Found) -> dict[str, Any]:
     skipped = int(model.get("skipped_steps") or 0)
     boundaries = int(model.get("global_steps") or 0)
     steps = max(boundaries - skipped, 0)
-    client = {key: plain(value) for key, value in model.items() if key not in _OF_DEEPSPEED}
+    client = {key: plain(value) for key, value in model.items() if key not in RESERVED}
     shared = {
         "counters": {
             "steps": steps,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trilithon.checkpoint.deepspeed_experts import expert_weights, native_name, pools, stacked
 from trilithon.checkpoint.deepspeed_layout import Inventory
 from trilithon.checkpoint.deepspeed_pickle import load_file
 from trilithon.checkpoint.deepspeed_pieces import (
@@ -22,6 +23,7 @@ from trilithon.checkpoint.deepspeed_pieces import (
     sharded_places,
     whole,
 )
+from trilithon.checkpoint.deepspeed_pipeline import buffers_of, load_layers, module_of, renamed, tied_places
 from trilithon.errors import CheckpointError
 
 Name = tuple[str, str]  # part, name
@@ -53,17 +55,59 @@ def find_tensors(inventory: Inventory) -> Found:
     first: Mapping[str, Any] = models[0] if models else {}
     found = Found(model=first, config=first.get("ds_config") or {}, ranks=int(first.get("dp_world_size") or 1))
     others = [load_file(path) for path in inventory.other_models]
+    if inventory.layers:
+        return _pipeline(found, inventory, [models[0], *others])
     shapes = _shapes([*models[:1], *others])
     if inventory.atoms is not None:
         _universal(found, inventory.atoms, shapes, cut=bool(others))
     elif inventory.optimizer:
-        _zero(found, inventory, shapes)
+        _zero(found, inventory.optimizer, shapes)
     elif len(inventory.model) > 1 or _stage_of(found.config) == 3:
         raise CheckpointError(
             f"{inventory.path} is of stage 3, where the weights are in the optim_states files, and holds none of them. "
             "Copy the whole folder that DeepSpeed wrote."
         )
+    experts = expert_weights([load_file(path) for path in inventory.experts])
+    if experts:
+        found.model = {**found.model, "module": {**(found.model.get("module") or {}), **experts}}
     _whole_weights(found, models, shapes)
+    if experts:
+        _under_our_names(found)
+    return found
+
+
+def _under_our_names(found: Found) -> None:
+    """Experts stacked, and named as here."""
+    found.tensors = stacked(found.tensors)
+    found.groups = [list(dict.fromkeys(native_name(name) for name in group)) for group in found.groups]
+    found.aliases = {native_name(alias): native_name(name) for alias, name in found.aliases.items()}
+    module = found.model["module"]
+    found.model = {**found.model, "module": {native_name(name): value for name, value in module.items()}}
+
+
+def _pipeline(found: Found, inventory: Inventory, models: Sequence[Mapping[str, Any]]) -> Found:
+    """Stage by stage; a tied layer, of which each stage has a copy, is taken from the first."""
+    layers = load_layers(inventory.layers)
+    of_stages = [_shapes([model]) for model in models]
+    places = tied_places(
+        layers, {name: shape for groups in of_stages for group in groups for name, shape in group.items()}
+    )
+    every: list[dict[str, torch.Size]] = []
+    for groups, files in zip(of_stages, (inventory.optimizer, *inventory.other_optimizers)):
+        own = [{renamed(name, places): shape for name, shape in group.items()} for group in groups]
+        before = dict(found.tensors)
+        if files:
+            _zero(found, files, own)
+        found.tensors |= before
+        for index, group in enumerate(own):
+            if index == len(every):
+                every.append({})
+            every[index] |= group
+    found.groups = [list(group) for group in every] if inventory.optimizer else []
+    found.ranks *= len(models)
+    whole_model = {"module": module_of(layers), "buffer_names": buffers_of(models), "shared_params": {}}
+    found.model = {**models[0], **whole_model}
+    _whole_weights(found, [found.model], every)
     return found
 
 
@@ -83,14 +127,14 @@ def _shapes(models: Sequence[Mapping[str, Any]]) -> list[dict[str, torch.Size]]:
     return joined
 
 
-def _zero(found: Found, inventory: Inventory, shapes: list[dict[str, torch.Size]]) -> None:
-    states = [load_file(path)["optimizer_state_dict"] for path in inventory.optimizer]
+def _zero(found: Found, files: Sequence[Path], shapes: list[dict[str, torch.Size]]) -> None:
+    states = [load_file(path)["optimizer_state_dict"] for path in files]
     found.optimizer = states[0]
     found.config = found.config or {}
     found.groups = [list(group) for group in shapes]
     if len(states) != found.ranks:
         raise CheckpointError(
-            f"{inventory.path} was written by {found.ranks} data-parallel ranks, and {len(states)} of their "
+            f"{files[0].parent} was written by {found.ranks} data-parallel ranks, and {len(states)} of their "
             "optim_states files are here. Copy the files of all ranks: each holds a part of every parameter."
         )
     if "fp32_flat_groups" in states[0]:
@@ -101,22 +145,25 @@ def _zero(found: Found, inventory: Inventory, shapes: list[dict[str, torch.Size]
         _flat(found, states, shapes)
     else:
         raise CheckpointError(
-            f"{inventory.optimizer[0]} holds {', '.join(states[0])}; neither the flat groups of stages 1 and 2 nor "
+            f"{files[0]} holds {', '.join(states[0])}; neither the flat groups of stages 1 and 2 nor "
             "those of stage 3 are among them. Convert the checkpoint with DeepSpeed's ds_to_universal and load that."
         )
 
 
 def _flat(found: Found, states: Sequence[Mapping[str, Any]], groups: Sequence[Shapes]) -> None:
     """Stages 1 and 2, and the bf16 optimizer."""
-    for index, shapes in enumerate(groups):
-        masters = [state["single_partition_of_fp32_groups"][index] for state in states]
-        gaps = (states[0].get("param_alignment_paddings") or [()] * len(groups))[index]
-        places = flat_places(shapes, [len(master) for master in masters], gaps)
-        _add(found, shapes, "master", places, masters)
-        own = [_group_state(state["base_optimizer_state"], index) for state in states]
-        for name in _fields(own[0], masters[0]):
-            _add(found, shapes, name, places, [state[name] for state in own])
-        _count_updates(found, own[0])
+    data_first = found.config.get("use_data_before_expert_parallelism") is True
+    for index, group in enumerate(groups):
+        for members, shapes in pools(group, index, states, data_first=data_first):
+            masters = [states[rank]["single_partition_of_fp32_groups"][place] for rank, place in members]
+            first, at = members[0]
+            gaps = (states[first].get("param_alignment_paddings") or [()] * len(groups))[at]
+            places = flat_places(shapes, [len(master) for master in masters], gaps)
+            _add(found, shapes, "master", places, masters)
+            own = [_group_state(states[rank]["base_optimizer_state"], place) for rank, place in members]
+            for name in _fields(own[0], masters[0]):
+                _add(found, shapes, name, places, [state[name] for state in own])
+            _count_updates(found, own[0])
     if found.updates is None and "base_optimizer_state_step" in states[0]:  # of elastic checkpoints
         found.updates = int(states[0]["base_optimizer_state_step"])
     _count_by_group(found, states[0]["base_optimizer_state"])

@@ -6,7 +6,57 @@ y = trilithon.checkpointing.recomputed(block, x)                                
 
 from __future__ import annotations
 
-from trilithon.checkpointing.offload import DeviceRest, HostRest, Rest
-from trilithon.checkpointing.recompute import Recompute, chosen_blocks, recomputed
+from trilithon.checkpointing.blocks import chosen_blocks
+from trilithon.checkpointing.boundary import Boundary, ReportTimes, Times
+from trilithon.checkpointing.by_hand import (
+    checkpoint,
+    configure,
+    configured,
+    is_configured,
+    kept_bytes,
+    random_streams,
+    reset,
+    seed_streams,
+    times,
+    unconfigure,
+)
+from trilithon.checkpointing.contiguous import Buffers, ContiguousRest
+from trilithon.checkpointing.offload import HostRest
+from trilithon.checkpointing.partition import PartitionedRest
+from trilithon.checkpointing.recompute import Manner, Recompute, make_manner, recomputed, recomputed_as
+from trilithon.checkpointing.rest import DeviceRest, Kept, Rest
+from trilithon.checkpointing.selective import KeptResults, keep_named
+from trilithon.checkpointing.streams import RandomStreams, seed_tensor_ranks
 
-__all__ = ["DeviceRest", "HostRest", "Recompute", "Rest", "chosen_blocks", "recomputed"]
+__all__ = [
+    "Boundary",
+    "Buffers",
+    "ContiguousRest",
+    "DeviceRest",
+    "HostRest",
+    "Kept",
+    "KeptResults",
+    "Manner",
+    "PartitionedRest",
+    "RandomStreams",
+    "Recompute",
+    "ReportTimes",
+    "Rest",
+    "Times",
+    "checkpoint",
+    "chosen_blocks",
+    "configure",
+    "configured",
+    "is_configured",
+    "keep_named",
+    "kept_bytes",
+    "make_manner",
+    "random_streams",
+    "recomputed",
+    "recomputed_as",
+    "reset",
+    "seed_streams",
+    "seed_tensor_ranks",
+    "times",
+    "unconfigure",
+]

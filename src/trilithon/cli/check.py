@@ -165,8 +165,9 @@ def _print_text(found: Examined, problems: list[Problem], batch: dict[str, int] 
     for problem in dict.fromkeys(problems):
         typer.echo(str(problem), err=True)
     if problems:
-        read = f" {_read_as(found)}." if found.deepspeed_release is not None else ""
-        typer.echo(f"{len(problems)} problem{'s' * (len(problems) > 1)} found.{read}", err=True)
+        if found.deepspeed_release is not None:
+            typer.echo(f"{found.where}: {_read_as(found)}", err=True)
+        typer.echo(f"{len(problems)} problem{'s' * (len(problems) > 1)} found.", err=True)
     if found.config is None or not table:
         return
     typer.echo(f"{found.where}: {_read_as(found)}\n")

@@ -162,29 +162,65 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the exported files.")],
     *,
     tag: Tag = "latest",
+    form: Annotated[
+        Literal["safetensors", "deepspeed"],
+        typer.Option("--format", help="deepspeed: with optimizer state, in the layout that DeepSpeed loads."),
+    ] = "safetensors",
     dtype: Annotated[
-        Type, typer.Option("--dtype", help="Of floating weights; saved: as the forward pass read them.")
-    ] = "fp32",
-    shard_size: Annotated[str, typer.Option("--max-shard-size", help="Size at which the next file begins.")] = "5GB",
+        Type | None, typer.Option("--dtype", help="Of floating weights; saved: as forward read them.  [default: fp32]")
+    ] = None,
+    shard_size: Annotated[
+        str | None, typer.Option("--max-shard-size", help="Size at which the next file begins.  [default: 5GB]")
+    ] = None,
     tied: Annotated[
-        Literal["copy", "once"], typer.Option("--tied", help="Write tied weights under each name, or once.")
-    ] = "copy",
+        Literal["copy", "once"] | None,
+        typer.Option("--tied", help="Write tied weights under each name, or once.  [default: copy]"),
+    ] = None,
     include: Annotated[list[str] | None, typer.Option("--include", help="Pattern over names; repeatable.")] = None,
     exclude: Annotated[list[str] | None, typer.Option("--exclude", help="Pattern over names; repeatable.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", help="deepspeed: data-parallel ranks that load it. Default: as saved.", min=1),
+    ] = None,
+    zero_stage: Annotated[
+        int | None,
+        typer.Option("--zero-stage", help="deepspeed: theirs; 0: weights alone. Default: as saved.", min=0, max=3),
+    ] = None,
+    universal: Annotated[
+        bool, typer.Option("--universal", help="deepspeed: the layout for checkpoint.load_universal.")
+    ] = False,
+    out_tag: Annotated[str | None, typer.Option("--out-tag", help="deepspeed: default global_stepN.")] = None,
 ) -> None:
     """Write the weights as safetensors in the layout of Hugging Face, in the memory of a few MiB.
+
+    With --format deepspeed: the whole training state, for DeepSpeed to go on from, in the memory of one rank's part.
 
     \b
     Examples:
       trilithon checkpoint export runs/a exported --dtype bf16
       trilithon checkpoint export runs/a exported --max-shard-size 500MB --exclude "lm_head.*"
+      trilithon checkpoint export runs/a for_deepspeed --format deepspeed --ranks 8 --zero-stage 3
     """
-    limit = _bytes(shard_size)
+    plain = {"--dtype": dtype, "--max-shard-size": shard_size, "--tied": tied, "--include": include,
+             "--exclude": exclude, "--overwrite": overwrite}  # fmt: skip
+    theirs = {"--ranks": ranks, "--zero-stage": zero_stage, "--universal": universal, "--out-tag": out_tag}
+    _only_with("deepspeed" if form == "safetensors" else "safetensors", theirs if form == "safetensors" else plain)
+    if form == "deepspeed":
+        from trilithon.checkpoint import export_deepspeed
+
+        made = export_deepspeed(
+            folder, out, tag=tag, out_tag=out_tag, ranks=ranks, zero_stage=zero_stage,  # type: ignore[arg-type]
+            universal=universal,
+        )  # fmt: skip
+        told = f"{len(made.files)} files, {_size(made.bytes)}, for {made.ranks} ranks at stage {made.zero_stage}"
+        typer.echo(f"{told}, in {made.folder}")
+        return
+    limit = _bytes(shard_size or "5GB")
     from trilithon.checkpoint import export as write
 
     done = write(
-        folder, out, tag=tag, dtype=_torch_type(dtype), shard_bytes=limit, tied=tied,
+        folder, out, tag=tag, dtype=_torch_type(dtype or "fp32"), shard_bytes=limit, tied=tied or "copy",
         include=include or (), exclude=exclude or (), overwrite=overwrite,
     )  # fmt: skip
     typer.echo(f"{done.tensors} tensors, {_size(done.bytes)}, in {done.folder}: {', '.join(done.files)}")
@@ -237,6 +273,13 @@ def prune(
     gone = _usage(lambda: prune_now(folder, keep, keep_every, dry_run=dry_run))
     verb = "would go" if dry_run else "removed"
     typer.echo(f"{verb}: {', '.join(gone)}" if gone else "nothing to remove")
+
+
+def _only_with(form: str, options: dict[str, Any]) -> None:
+    """Refuse options that belong to the other format."""
+    given = [name for name, value in options.items() if value not in (None, False, [])]
+    if given:
+        raise typer.BadParameter(f"it goes with --format {form} only.", param_hint=" and ".join(given))
 
 
 def _usage(work: Any) -> Any:

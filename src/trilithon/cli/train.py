@@ -59,7 +59,10 @@ _KEYS = {
     "state_tier": "offload.state",
     "param_tier": "offload.parameters",
     "tier_path": "offload.path",
+    "recompute": "recompute.policy",
     "activation_tier": "recompute.tier",
+    "partition_activations": "recompute.partition",
+    "contiguous_activations": "recompute.contiguous",
     "seed": "seed",
 }
 
@@ -152,10 +155,22 @@ def run(
     ] = None,
     tier_path: Annotated[Path | None, typer.Option("--tier-path", help="Folder for what rests on disk.")] = None,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="Compute the activations of blocks again in backward.")
-    ] = False,
+        str | None,
+        typer.Option(
+            "--recompute",
+            metavar="[POLICY]",
+            help="Compute the activations of blocks again in backward: full (also without a word), or selective, which "
+            "keeps the products.",
+        ),
+    ] = None,
     activation_tier: Annotated[
         str | None, typer.Option("--activation-tier", help="With --recompute, where inputs rest: device or host.")
+    ] = None,
+    partition_activations: Annotated[
+        bool | None, typer.Option("--partition-activations", help="With --tp, inputs are cut over the tensor ranks.")
+    ] = None,
+    contiguous_activations: Annotated[
+        bool | None, typer.Option("--contiguous-activations", help="Inputs lie in buffers that are made once.")
     ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Of weights, order and sample.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
@@ -176,7 +191,7 @@ def run(
       trilithon train --data src/ --suffix .py --nproc 2 --zero-stage 3 --precision bf16
       trilithon train --data 'books/*.txt' --tokenizer bpe --vocab 8192 --model small
       trilithon train --data texts/ --experts 8 --top-k 1 --ep-size 2 --nproc 2
-      trilithon train --data src/ --suffix .py --nproc 4 --tp 2 --zero-stage 1
+      trilithon train --data src/ --suffix .py --nproc 4 --tp 2 --zero-stage 1 --recompute --partition-activations
       trilithon train --data texts/ --zero-stage 3 --state-tier disk --param-tier disk --tier-path /mnt/fast --recompute
       trilithon train --config run.toml --lr 6e-4 --set zero.bucket_numel=1000000
       trilithon train --data texts/ --nproc 2 --out runs/a --save-every 100 --max-restarts 3
@@ -189,8 +204,6 @@ def run(
     }
     if data or more_data:
         overrides["data.paths"] = [*(data or []), *(more_data or [])]
-    if recompute and activation_tier is None:
-        overrides["recompute"] = {}
     if overwrite:
         overrides["run.overwrite"] = True
     if quiet:
@@ -209,13 +222,15 @@ def run(
 
 
 def complete(arguments: list[str]) -> list[str]:
-    """--resume may stand alone: then it means the run that --out holds."""
+    """--resume may stand alone: then it means the run that --out holds. So may --recompute: then it is full."""
     found: list[str] = []
     for place, argument in enumerate(arguments):
         found.append(argument)
         after = arguments[place + 1 : place + 2]
         if argument == "--resume" and (not after or after[0].startswith("-")):
             found.append(AUTO)
+        if argument == "--recompute" and after not in (["full"], ["selective"]):
+            found.append("full")
     return found
 
 

@@ -97,17 +97,15 @@ ZENFLOW = Feature(
     ),
 )
 
-_PARTITION = "cutting activation checkpoints over tensor-parallel ranks is not in this version; set it to false"
-_OWN_MEMORY = "each input that is kept has memory of its own, which is used again"
 ACTIVATION_CHECKPOINTING = Block(
     {
-        "partition_activations": Only((False, None), _PARTITION),
+        "partition_activations": Code(),
         "cpu_checkpointing": Code(),
-        "contiguous_memory_optimization": Idle(_OWN_MEMORY, "flag"),
-        "contiguous_checkpointing": Idle(_OWN_MEMORY, "flag"),
-        "number_checkpoints": Idle("it only says how many activation checkpoints lie in one buffer"),
-        "synchronize_checkpoint_boundary": Idle("copies are ordered by events, not by waiting for the device", "flag"),
-        "profile": Idle("time is measured on the step that monitor.profile_step names", "flag"),
+        "contiguous_memory_optimization": Code(),
+        "contiguous_checkpointing": Code(),
+        "number_checkpoints": Code(),
+        "synchronize_checkpoint_boundary": Code(),
+        "profile": Code(),
     }
 )
 

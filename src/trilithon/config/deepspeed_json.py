@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from trilithon.config.base import kind_of, place, show
 from trilithon.config.deepspeed_keys import AUTO_IS_A_VALUE, TABLE
+from trilithon.config.deepspeed_recompute import read_recompute
 from trilithon.config.deepspeed_release import REMOVED, Release, removed
 from trilithon.config.deepspeed_rules import Block, Code, Entry, Feature, Idle, Only, To, misfit, same, table_keys
 from trilithon.config.deepspeed_types import read_optimizer, read_scheduler
@@ -253,7 +254,7 @@ class _Reader:
         self.precision(block)
         self.printing(block)
         self.monitors(block)
-        self.recompute(block.get("activation_checkpointing"))
+        read_recompute(self, block.get("activation_checkpointing"))
         self.parameter_folder(block.get("zero_optimization"))
         self.pinning(block.get("zero_optimization"))
         read_optimizer(self, block.get("optimizer"))
@@ -324,18 +325,6 @@ class _Reader:
                     f"left out, which means {default} in DeepSpeed {self.release}; no effect: buffers are locked "
                     "whenever there is an accelerator that copies from them",
                 )
-
-    def recompute(self, block: Any) -> None:
-        """In DeepSpeed the model says what is recomputed; only where the inputs rest stands in the file."""
-        wanted = block.get("cpu_checkpointing") if isinstance(block, Mapping) else None
-        key = "activation_checkpointing.cpu_checkpointing"
-        if wanted is True:
-            self.put("recompute.tier", "host", key)
-            self.draft.note(key, "blocks that stand several times in a list of modules are recomputed")
-        elif wanted not in (None, False):
-            self.draft.problem(key, f"{key}={show(wanted)} ({kind_of(wanted)}): must be true or false")
-        elif wanted is False:
-            self.draft.note(key, "no effect: it is off")
 
     def monitors(self, block: Mapping[str, Any]) -> None:
         """tensorboard and csv_monitor each name a folder; here all sinks share one."""

@@ -18,7 +18,7 @@ _ONE_BUCKET = "gathers use the same buckets as reductions (reduce_bucket_size)"
 _ONCE = "gradients are divided once, when they are averaged"
 _UNITS = "parameters are gathered in units chosen from the module tree; zero.unit_classes names their classes"
 _CHECKS = "it switches a diagnosis inside DeepSpeed"
-_PORTABLE = "it is about DeepSpeed's own checkpoints, which this version does not read"
+_PORTABLE = "checkpoints are written and read another way, at any stage and number of ranks"
 _QUANTISED = "quantised or two-level communication (ZeRO++) is not in this version; set it to false"
 
 _STAGE_3: dict[str, Entry] = {
@@ -109,10 +109,9 @@ BF16: dict[str, Entry] = {
     "bf16_optimizer_states": Only((False, None), "optimizer state is always fp32; set it to false"),
 }
 
-_NOT_READ = "checkpoints of DeepSpeed are not read by this version; set it to false"
 CHECKPOINT: dict[str, Entry] = {
     "tag_validation": Idle(_PORTABLE, "text"),
-    "load_universal": Only((False, None), _NOT_READ),
+    "load_universal": Idle("engine.load recognises the universal layout by itself", "flag"),
     "use_node_local_storage": Only(
         (False, None), "checkpoints on the disks of several machines are not in this version; set it to false"
     ),

@@ -361,7 +361,12 @@ def _without_effect(config: Config, draft: Draft) -> list[str]:
         why = f"no effect, because precision.loss_scale={config.precision.loss_scale:g} fixes the scale"
         idle += [(f"precision.{name}", why) for name in _DYNAMIC_SCALE_ONLY]
     if config.mesh.tensor == 1:
-        idle += [(f"tensor.{name}", "no effect, because mesh.tensor is 1") for name in ("plan", "cut_norms")]
+        cut = ("tensor.plan", "tensor.cut_norms", "recompute.partition")
+        idle += [(name, "no effect, because mesh.tensor is 1") for name in cut]
+    if config.recompute is not None and not config.recompute.contiguous:
+        idle.append(("recompute.number", "no effect, because recompute.contiguous is false"))
+    if config.recompute is not None and config.recompute.policy == "full":
+        idle.append(("recompute.keep_ops", 'no effect, because recompute.policy is "full"'))
     if zero.persist_below_numel == 0 and zero.stage == 3:
         idle.append(("zero.persist_total_numel", "no effect, because zero.persist_below_numel is 0"))
     if zero.tile_above_numel is None and zero.stage == 3:

@@ -20,6 +20,12 @@ from trilithon.config.root import Config
 READ_BY_CODE = {
     "zero_optimization.offload_param.nvme_path": "becomes `offload.path`; offload_optimizer may not name another",
     "activation_checkpointing.cpu_checkpointing": 'true: sets `recompute.tier` to "host", for repeated blocks',
+    "activation_checkpointing.partition_activations": "true: sets `recompute.partition`, for repeated blocks",
+    "activation_checkpointing.contiguous_memory_optimization": "true: sets `recompute.contiguous`, for repeated blocks",
+    "activation_checkpointing.contiguous_checkpointing": "true: sets `recompute.contiguous`, for repeated blocks",
+    "activation_checkpointing.number_checkpoints": "becomes `recompute.number` beside one of these",
+    "activation_checkpointing.synchronize_checkpoint_boundary": "sets `recompute.synchronize` beside one of these",
+    "activation_checkpointing.profile": "sets `recompute.profile` beside one of these",
     "fp16.enabled": 'sets precision to "fp16"',
     "bf16.enabled": 'sets precision to "bf16"',
     "bfloat16.enabled": 'sets precision to "bf16"',
@@ -82,6 +88,20 @@ def deepspeed_reference() -> str:
     """What becomes of each key of a DeepSpeed file, as one Markdown table."""
     rows = [f"| `{key}` | {text} |" for key, text in _entries(TABLE, "")]
     return "\n".join(["| key | what becomes of it |", "| --- | --- |", *rows]) + "\n"
+
+
+def deepspeed_names() -> str:
+    """The keys of a DeepSpeed file that have a native name, as one Markdown table; optimizers and schedulers apart."""
+    rows = [f"| `{key}` | `{entry.key}` |" for key, entry in _mapped(TABLE, "")]
+    return "\n".join(["| DeepSpeed | here |", "| --- | --- |", *rows]) + "\n"
+
+
+def _mapped(table: Mapping[str, Entry], prefix: str) -> Iterator[tuple[str, To]]:
+    for name, entry in table.items():
+        if isinstance(entry, To):
+            yield prefix + name, entry
+        elif isinstance(entry, Block):
+            yield from _mapped(entry.keys, f"{prefix}{name}.")
 
 
 def _prose(section: type[Section]) -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trilithon.checkpointing import Recompute, chosen_blocks
+from trilithon.checkpointing import Recompute, ReportTimes, chosen_blocks
 from trilithon.comm.ledger import Ledger
 from trilithon.comm.mesh import init_distributed, rendezvous_store
 from trilithon.comm.watchdog import Watchdog
@@ -95,6 +95,7 @@ def initialize(
     ledger = Ledger()
     axes = resolve_axes(settings, mesh)
     capabilities.require_no_tiles(axes, settings.zero)
+    capabilities.require_whole_inputs(axes, settings)
     experts = find_experts(model, axes, settings.moe)
     if experts.layers:
         expert_capabilities.require_mesh_for_experts(settings, axes)
@@ -125,6 +126,9 @@ def initialize(
         parallel.undo()
         _close(placement)
         raise
+    recompute = None
+    if settings.recompute is not None:
+        recompute = Recompute(model, blocks, settings.recompute, group=topology.tensor, streams=parallel.streams)
     parts = Parts(
         config=settings,
         batch=batch,
@@ -140,12 +144,14 @@ def initialize(
         monitor=monitor,
         experts=experts,
         tiled=_tiles(settings),
-        recompute=Recompute(model, blocks, settings.recompute.tier) if settings.recompute is not None else None,
+        recompute=recompute,
         low=_low(settings) if getattr(settings.precision, "cast_inputs", False) else None,
     )
     engine = Engine(model, parts)
     if parallel.slices and not settings.offload.delayed_update:  # values that move meanwhile cannot be compared
         engine.hooks.append(EqualReplicas(sharding, parallel))
+    if recompute is not None and settings.recompute is not None and settings.recompute.profile:
+        engine.hooks.append(ReportTimes(recompute.boundary, engine.rank))
     return engine
 
 

@@ -178,6 +178,7 @@ def refusals(settings: Config) -> list[Refusal]:
         ("mesh.pipe", lambda: require_no_pipeline(axes)),
         ("zero.tile_above_numel", lambda: require_no_tiles(axes, settings.zero)),
         ("optimizer.kind", lambda: require_rule_for_mesh(kind, axes)),
+        ("recompute.partition", lambda: require_whole_inputs(axes, settings)),
     ):
         try:
             check()
@@ -247,6 +248,16 @@ def require_no_tiles(axes: Axes, settings: ZeroConfig) -> None:
         raise ConfigError(
             f"zero.tile_above_numel={settings.tile_above_numel} cuts linear layers into tiles, and mesh.tensor="
             f"{axes.size('tensor')} cuts them over ranks. Leave one of the two out."
+        )
+
+
+def require_whole_inputs(axes: Axes, settings: Config) -> None:
+    """Raises ConfigError when inputs of blocks are to be cut over tensor ranks that have different tokens anyway."""
+    partition = settings.recompute is not None and settings.recompute.partition
+    if partition and settings.tensor.cut_norms and axes.size("tensor") > 1:
+        raise ConfigError(
+            "recompute.partition keeps a part of each block's input on each tensor rank, and with tensor.cut_norms "
+            "that is all a rank has of it. Leave recompute.partition out: the memory is the same without it."
         )
 
 

@@ -22,6 +22,7 @@ from trilithon.parallel import ParameterSlice
 from trilithon.parallel.dropout import place_dropouts
 from trilithon.parallel.sequence.modules import cut_sequences, join_sequences
 from trilithon.parallel.tensor import Cutting, cut_model, share_stream
+from trilithon.parallel.tensor.streams import SlicedStream
 from trilithon.zero.composite import RankPlacement, Replicas
 from trilithon.zero.sharding import ZeroSharding
 
@@ -101,6 +102,11 @@ class Parallel:
     @property
     def tensor_group(self) -> Group:
         return self._topology.tensor
+
+    @property
+    def streams(self) -> list[SlicedStream]:
+        """Switches between random streams, which recomputation has to put back."""
+        return [self._cutting.stream] if self._cutting is not None and self._cutting.stream is not None else []
 
     @property
     def apart(self) -> frozenset[str]:

@@ -125,7 +125,8 @@ def one_cycle(
     """One rise of the rate from `low` to `high` and fall back, then decay.
 
     momentum: (least, greatest) first beta, which moves against the rate, with a second beta of 0.99; None leaves the
-    group's betas alone. Stair counts above 0 quantise the share of the way.
+    group's betas alone. Before its first `step()` DeepSpeed has the least one in place, so that the first update uses
+    it. Stair counts above 0 quantise the share of the way.
     """
     fall_steps = rise_steps if fall_steps is None else fall_steps
     fall_stairs = rise_stairs if fall_stairs is None else fall_stairs
@@ -146,7 +147,7 @@ def one_cycle(
         if momentum is not None:
             least, greatest = momentum
             first = (greatest - (greatest - least) * share) * (1.0 + decay_mom_rate * elapsed)
-            result["betas"] = (first, 0.99)
+            result["betas"] = (first if step else least, 0.99)
         return result
 
     return settings

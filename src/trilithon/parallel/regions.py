@@ -9,15 +9,20 @@ with cut tokens: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
     gather        all-gather               reduce-scatter, or the own part when what follows is the same on all ranks
     scatter_sum   reduce-scatter           all-gather
     own_part      the own part             all-gather
+
+`product_sum`, outside autograd, is the one that forgets its argument: a product and its sum over ranks in one memory.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from trilithon.contracts import Collectives, Tag
 from trilithon.errors import ConfigError
@@ -104,6 +109,38 @@ def summed(x: Tensor, group: Collectives, tag: Tag) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     group.all_reduce(total, tag).wait()
     return total
+
+
+# Who watches operators may hold on to their results (recomputation that keeps some of them). A product whose memory the
+# sum over ranks then writes to must not be seen by itself, so to them product and sum are one operator.
+_library = torch.library.Library("trilithon", "DEF")
+_library.define("product_sum(Tensor x, Tensor weight, int call) -> Tensor")
+_calls = itertools.count()
+_open: dict[int, tuple[Collectives, Tag]] = {}
+
+
+def product_sum(x: Tensor, weight: Tensor, group: Collectives, tag: Tag) -> Tensor:
+    """x [..., D], weight [F, D] -> the sum over ranks of their x weight^T [..., F], outside autograd."""
+    if not is_in_torch_dispatch_mode(include_infra_modes=False):
+        return _product_sum(x, weight, group, tag)
+    call = next(_calls)
+    _open[call] = group, tag
+    try:
+        result: Tensor = torch.ops.trilithon.product_sum(x, weight, call)
+    finally:
+        del _open[call]
+    return result
+
+
+def _product_sum(x: Tensor, weight: Tensor, group: Collectives, tag: Tag) -> Tensor:
+    y: Tensor = F.linear(x, weight).contiguous()
+    group.all_reduce(y, tag).wait()
+    return y
+
+
+@torch.library.impl(_library, "product_sum", "CompositeExplicitAutograd")
+def _product_sum_of(x: Tensor, weight: Tensor, call: int) -> Tensor:
+    return _product_sum(x, weight, *_open[call])
 
 
 def _apply(function: Any, *arguments: Any) -> Tensor:

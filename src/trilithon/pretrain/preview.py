@@ -11,10 +11,11 @@ from typing import Any
 
 from trilithon.config import ApmSqueeze, Fp32, OneBitAdam, OneBitLamb, ResolvedBatch, ZeroOneAdam, explain
 from trilithon.config.compressed import padded_numel
-from trilithon.config.mesh import EXPERT_RANKS
+from trilithon.config.mesh import EXPERT_RANKS, REPLICAS
 from trilithon.config.optimizer import OptimizerConfig
 from trilithon.engine.capabilities import require_no_refusals
-from trilithon.engine.expert_capabilities import require_rule_for_experts
+from trilithon.engine.expert_capabilities import require_mesh_for_experts, require_rule_for_experts
+from trilithon.errors import ConfigError
 from trilithon.models.settings import GPTConfig
 from trilithon.pretrain.settings import PretrainConfig
 
@@ -35,14 +36,35 @@ def preview(config: PretrainConfig, ranks: int) -> str:
     lines += ["", "# bytes that stay on each rank; activations and gathered parameters come on top"]
     if _phases(config)[0]:
         lines.append("# optimizer: in the compressed phase, with the momentum that is sent and the residuals")
-    held = held_bytes(config, shape.num_parameters(), ranks)
+    held = mesh_bytes(config, shape, ranks)
     width = max(len(name) for name in held) + 1
     lines += [f"{name:<{width}} {size:>16,}" for name, size in {**held, "together": sum(held.values())}.items()]
     return "\n".join(lines)
 
 
+def mesh_bytes(config: PretrainConfig, shape: GPTConfig, ranks: int) -> dict[str, int]:
+    """By category, what one of `ranks` ranks on the configured mesh holds: tensor ranks have slices of the matrices,
+    expert ranks some of the experts, and ZeRO cuts each part over the ranks that hold the same one."""
+    axes = config.engine.mesh.axes(ranks)
+    replicas, tensor = axes.size(REPLICAS), axes.size("tensor")
+    matrices, rest = shape.dense_parameters_of(tensor)
+    experts, holders = shape.expert_parameters(), axes.size(EXPERT_RANKS)
+    degree = _expert_degree(config, holders)
+    if config.engine.tensor.cut_norms and tensor > 1:  # whole on all tensor ranks, which share their gradient
+        parts = [(matrices, replicas), (rest, replicas * tensor)]
+    else:
+        parts = [(matrices + rest, replicas)]
+    if experts:
+        parts.append((experts // degree, holders // degree))
+    held = [held_bytes(config, numel, holders) for numel, holders in parts]
+    return {name: sum(part[name] for part in held) for name in held[0]}
+
+
 def held_bytes(config: PretrainConfig, num_parameters: int, ranks: int) -> dict[str, int]:
-    """By category, without padding, in the words of `engine.memory()`, wherever it rests."""
+    """By category, of parameters that `ranks` ranks hold alike, without padding, wherever it rests.
+
+    Categories are those of `engine.memory()`.
+    """
     stage, low = config.engine.zero.stage, not isinstance(config.engine.precision, Fp32)
     own = -(-num_parameters // ranks)
     value = 2 if low else 4
@@ -67,11 +89,25 @@ def checkpoint_bytes(config: PretrainConfig, num_parameters: int, ranks: int = 1
 def _refuse(config: PretrainConfig, ranks: int) -> None:
     """As `trilithon.initialize` would, once the model is there."""
     require_no_refusals(config.engine)
-    holders = config.engine.mesh.axes(ranks).size(EXPERT_RANKS)
-    model = config.model
-    degree = model.ep_size or math.gcd(model.experts, holders)
-    if model.experts and degree > 1 and config.engine.optimizer is not None:
+    axes = config.engine.mesh.axes(ranks)
+    tensor, sequence = axes.size("tensor"), axes.size("sequence")
+    num_heads = config.model.shape(_BYTES_VOCABULARY).num_heads
+    if num_heads % (tensor * sequence):
+        raise ConfigError(
+            f"num_heads={num_heads} does not split over mesh.tensor={tensor} x mesh.sequence={sequence} ranks. Choose "
+            "degrees whose product divides it, or another --heads."
+        )
+    if config.model.experts:
+        require_mesh_for_experts(config.engine, axes)
+    degree = _expert_degree(config, axes.size(EXPERT_RANKS))
+    if degree > 1 and config.engine.optimizer is not None:
         require_rule_for_experts(config.engine.optimizer.kind, [degree])
+
+
+def _expert_degree(config: PretrainConfig, holders: int) -> int:
+    """Over how many ranks the experts of a layer are spread; 1 without experts."""
+    model = config.model
+    return (model.ep_size or math.gcd(model.experts, holders)) if model.experts else 1
 
 
 def _kind(config: PretrainConfig) -> str | None:

@@ -6,6 +6,9 @@ export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
 for ranks in 2 3 4; do
   python -m torch.distributed.run --standalone --nproc-per-node "$ranks" generate.py
 done
+for ranks in 2 4; do
+  python -m torch.distributed.run --standalone --nproc-per-node "$ranks" generate_parallel.py
+done
 for source in zero1_fp16 zero3_bf16; do
   target="universal_from_$source"
   rm -rf "$target" && mkdir "$target"

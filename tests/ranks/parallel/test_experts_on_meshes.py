@@ -42,8 +42,9 @@ class Mixed(nn.Module):
         return (x + change).square().mean() + 0.1 * balance
 
 
-def train(mesh, stage, ep_size=2, **options):
+def train(mesh, stage, ep_size=2, moe=None, **options):
     config = {
+        "moe": moe or {},
         "mesh": mesh,
         "zero": {"stage": stage},
         "optimizer": {"kind": "adam", "lr": 1e-2, "eps": 1e-6},
@@ -79,6 +80,18 @@ def test_experts_and_tensor_slices_on_one_mesh(stage, ep_size, options):
         assert losses == pytest.approx(alone[0], rel=1e-6) and norms == pytest.approx(alone[1], rel=1e-6)
         for name, value in alone[2].items():
             torch.testing.assert_close(parameters[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [DROPLESS, CROWDED])
+def test_in_two_steps_and_with_the_other_order_of_ranks(options):
+    """Expert groups of all four ranks on nodes of two; pairs that are not neighbours."""
+    mesh = {"data": 2, "tensor": 2}
+    flat = run_ranks(train, 4, mesh, 2, 4, **options)[0]
+    two = run_ranks(train, 4, mesh, 2, 4, {"all_to_all": "hierarchical", "node_size": 2}, **options)[0]
+    assert two[:2] == flat[:2]
+    assert all(torch.equal(two[2][name], value) for name, value in flat[2].items())
+    apart = run_ranks(train, 4, mesh, 2, 2, {"data_before_experts": True}, **options)[0]
+    assert apart[0] == pytest.approx(flat[0], rel=1e-6) and apart[1] == pytest.approx(flat[1], rel=1e-6)
 
 
 @pytest.mark.parametrize(("drop", "ep_size"), [(True, 1), (True, 4), (False, 1), (False, 4)])

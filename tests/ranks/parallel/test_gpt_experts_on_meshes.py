@@ -38,3 +38,28 @@ def test_a_gpt_with_experts(mesh, ep_size, stage):
         assert losses == pytest.approx(alone[0], rel=1e-5) and norm == pytest.approx(alone[1], rel=1e-5)
         for name, value in alone[2].items():  # 3 steps of Adam at 1e-2 from gradients that differ in the last bits
             torch.testing.assert_close(parameters[name], value, rtol=0, atol=2e-5)
+
+
+def train_with_a_lottery(recompute):
+    torch.manual_seed(0)
+    config = preset("nano", vocab_size=48, context=16, width=16, experts=4, ep_size=2, capacity_factor=0.5)
+    settings = {"zero": {"stage": 3}, "optimizer": {"kind": "adam", "lr": 1e-2, "eps": 1e-6}, **recompute}
+    with initialize(GPT(config), settings) as engine:
+        torch.manual_seed(3 + engine.rank)
+        losses = []
+        for _ in range(STEPS):
+            tokens = torch.randint(48, (2, 17))
+            loss = engine(tokens[:, :-1], tokens[:, 1:])
+            engine.backward(loss)
+            engine.step()
+            losses.append(engine.loss)
+        return losses, {name: value.clone() for name, value in engine.full_parameters()}
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_blocks_that_are_recomputed_route_as_their_forward_did(tier):
+    """Tokens are dropped by lot, travel again in backward, and arrive where they were."""
+    plain = run_ranks(train_with_a_lottery, 2, {})[0]
+    again = run_ranks(train_with_a_lottery, 2, {"recompute": {"tier": tier}})[0]
+    assert again[0] == plain[0]
+    assert all(torch.equal(again[1][name], value) for name, value in plain[1].items())

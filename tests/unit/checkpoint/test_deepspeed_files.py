@@ -22,7 +22,11 @@ from trilithon.checkpoint.deepspeed_tensors import Found
 from trilithon.errors import CheckpointError
 
 GOLDEN = Path(__file__).parents[2] / "data" / "deepspeed"
-CASES = sorted(path.name for path in GOLDEN.iterdir() if (path / "expected.safetensors").exists())
+CASES = sorted(
+    path.name
+    for path in GOLDEN.iterdir()
+    if (path / "expected.safetensors").exists() and not path.name.startswith(("moe", "pipe"))
+)
 ZERO = [case for case in CASES if not case.startswith("zero0")]
 
 
@@ -290,8 +294,8 @@ def test_values_in_the_wrong_order_are_noticed(copied):
 @pytest.mark.parametrize(
     "name, text",
     [
-        ("layer_00-model_00-model_states.pt", "of a pipeline.*ds_to_universal"),
-        ("layer_0_expert_1_mp_rank_00_model_states.pt", "with experts.*are not read in this version"),
+        ("layer_00-model_01-model_states.pt", "of a pipeline with tensor-parallel ranks.*ds_to_universal"),
+        ("expert_1_mp_rank_00_model_states.pt", "with experts in the old form.*save it again"),
         ("mp_rank_01_model_states.pt", "of several model-parallel ranks.*ds_to_universal"),
         ("offloaded_tensors", "with optimizer state in swap files.*with the state on the host"),
     ],

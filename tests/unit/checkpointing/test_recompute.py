@@ -38,7 +38,7 @@ def test_loss_and_gradients_are_the_same_bits(rest, every):
     expected = gradients(model, expected_loss)
     names = chosen_blocks(model, RecomputeConfig(every=every))
     assert names == [f"blocks.{i}" for i in range(0, LAYERS, every)]
-    change = Recompute(model, names, "host" if rest is HostRest else "device")
+    change = Recompute(model, names, RecomputeConfig(tier="host" if rest is HostRest else "device"))
     assert isinstance(change.rest, rest)
     loss = model(batch)
     got = gradients(model, loss)
@@ -90,7 +90,7 @@ def test_what_is_kept_is_the_inputs_of_the_blocks_and_nothing_after_backward():
     """2 bytes x layers x batch x tokens x width in 16 bits; here in fp32."""
     model, batch = gpt(), tokens()
     for tier in ("device", "host"):
-        change = Recompute(model, chosen_blocks(model, RecomputeConfig()), tier)
+        change = Recompute(model, chosen_blocks(model, RecomputeConfig()), RecomputeConfig(tier=tier))
         loss = model(batch)
         assert change.bytes() == {tier: LAYERS * INPUT_BYTES}
         loss.backward()
@@ -111,7 +111,7 @@ def test_with_host_memory_the_device_holds_one_input_at_a_time():
     counts = {}
     for tier in (None, "device", "host"):
         model = gpt()
-        change = Recompute(model, chosen_blocks(model, RecomputeConfig()), tier) if tier else None
+        change = Recompute(model, chosen_blocks(model, RecomputeConfig()), RecomputeConfig(tier=tier)) if tier else None
         before = live(INPUT_BYTES)
         loss = model(tokens())
         counts[tier] = live(INPUT_BYTES) - before - (LAYERS if tier == "host" else 0)  # those of the host apart
@@ -136,7 +136,7 @@ def storage_of(tensor: Tensor) -> tuple[int, int]:
 
 def test_backward_asks_for_the_inputs_of_the_block_before(monkeypatch):
     model, change = gpt(), None
-    change = Recompute(model, chosen_blocks(model, RecomputeConfig()), "host")
+    change = Recompute(model, chosen_blocks(model, RecomputeConfig()), RecomputeConfig(tier="host"))
     order = []
     up, fetch = change.rest.link.up, trilithon.checkpointing.offload._OnHost.fetch
     monkeypatch.setattr(change.rest.link, "up", lambda *a: order.append("up") or up(*a))

@@ -148,6 +148,14 @@ def test_external_parameters_are_listed():
         zero.unregister_external_parameter(one, other.weight)
 
 
+def test_new_parameters_are_made_on_the_ranks_own_gpu(monkeypatch):
+    where = zero.partition_parameters.device_of_new_parameters
+    assert where(None) is None or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert where(None) == torch.device("cuda", 1) and where("cpu") is None and where("nvme") is None
+
+
 def test_tensors_are_made_with_a_type_on_a_device():
     with utils.OnDevice(torch.float16, device="meta"):
         layer = nn.Linear(2, 2)

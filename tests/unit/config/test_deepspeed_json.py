@@ -207,7 +207,6 @@ ON = [
     ("zero_optimization.zero_hpz_partition_size", 8, 1),
     ("zero_optimization.mics_shard_size", 4, -1),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, None),
-    ("activation_checkpointing.partition_activations", True, False),
     ("pipeline.stages", 4, "auto"),
     ("tensor_parallel.partition_config", {"layer_specs": []}, None),
     ("expert_parallel", {"enabled": True}, {"enabled": False}),
@@ -231,7 +230,6 @@ ON = [
     ("compile", {"deepcompile": True}, {"deepcompile": False}),
     ("gradient_allreduce_op", "sum", "mean"),
     ("managed_gradient_accumulation", False, True),
-    ("checkpoint.load_universal", True, False),
     ("fp16.fp16_master_weights_and_grads", True, False),
     ("bf16.bf16_master_weights_and_grads", True, False),
 ]
@@ -339,6 +337,28 @@ def test_parameters_off_the_device_are_mapped_and_share_one_folder():
     assert str(load({"zero_optimization": {"stage": 3, "offload_param": param}}).offload.path) == "/x"
     zero["offload_optimizer"] = {**optimizer, "nvme_path": "/y"}
     assert any("names another folder; keep one" in problem for problem in problems_of({"zero_optimization": zero}))
+
+
+def test_activation_checkpoints_are_cut_and_laid_side_by_side_as_the_file_says():
+    block = {
+        "partition_activations": True,
+        "contiguous_memory_optimization": True,
+        "number_checkpoints": 8,
+        "synchronize_checkpoint_boundary": True,
+        "profile": True,
+        "cpu_checkpointing": False,
+    }
+    config = load({"activation_checkpointing": block, "tensor_parallel": {"autotp_size": 2}})
+    recompute = config.recompute
+    assert recompute is not None and (recompute.partition, recompute.contiguous, recompute.number) == (True, True, 8)
+    assert (recompute.synchronize, recompute.profile, recompute.tier) == (True, True, "device")
+    assert noted(config, "activation_checkpointing.cpu_checkpointing")
+    alone = load({"activation_checkpointing": {"number_checkpoints": 8, "profile": True}})
+    assert alone.recompute is None and noted(alone, "activation_checkpointing.number_checkpoints")
+    ones = load({"activation_checkpointing": {"partition_activations": True}})
+    assert any("no effect, because mesh.tensor is 1" in note for note in ones.notes)
+    wrong = problems_of({"activation_checkpointing": {**block, "number_checkpoints": 0}})
+    assert any("activation_checkpointing.number_checkpoints" in problem for problem in wrong)
 
 
 def test_activation_checkpoints_on_the_host_are_mapped():

@@ -102,7 +102,7 @@ def test_pinned_memory_is_noted_with_the_releases_default():
 def test_keys_of_removed_features_raise_even_when_they_are_off(key):
     off = {"mics_shard_size": -1, "mics_hierarchical_params_gather": False, "zeropp_loco_param": None}
     block, _, name = key.rpartition(".")
-    plain = {"sparse_gradients": False, "graph_harvesting": False, "sparse_attention": None}
+    plain = {"sparse_gradients": False, "graph_harvesting": False, "sparse_attention": None, "compression_training": {}}
     value = off[name] if block else plain.get(name, {"enabled": False})
     given = {**BATCH, block: {name: value}} if block else {**BATCH, name: value}
     with pytest.raises(ConfigError, match=rf"{key}: DeepSpeed 0.19 raises at this key.*deepspeed_release=\"0.16\""):

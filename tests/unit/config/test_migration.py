@@ -103,7 +103,7 @@ def test_what_is_refused_is_named_and_the_rest_is_there():
     assert [note.key for note in found.of("refused")] == ["zero_optimization.zero_quantized_weights", "amp"]
     assert tomllib.loads(as_toml(found))["zero"] == {"stage": 2}
     assert "#   amp: Apex AMP is not in this version; set" in as_toml(found)
-    assert "Refused:\n  zero_optimization.zero_quantized_weights: true: quantised" in as_text(found)
+    assert "Refused:\n  zero_optimization.zero_quantized_weights: True: quantised" in as_text(found)
 
 
 def test_values_that_nothing_supplies_are_refused_and_supplied_ones_mapped():

@@ -159,7 +159,7 @@ def test_one_cycle_moves_the_first_beta_against_the_rate() -> None:
     for _ in range(6):
         betas.append(group["betas"])
         driver.advance()
-    assert [b[0] for b in betas] == pytest.approx([0.9, 0.85, 0.8, 0.85, 0.9, 0.9 * 1.5])  # type: ignore[index]
+    assert [b[0] for b in betas] == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9, 0.9 * 1.5])  # type: ignore[index]
     assert {b[1] for b in betas} == {0.99}  # type: ignore[index]
 
 

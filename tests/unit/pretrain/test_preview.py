@@ -8,7 +8,7 @@ from trilithon.config import OptimizerConfig
 from trilithon.errors import ConfigError
 from trilithon.models import GPT
 from trilithon.pretrain import load_pretrain
-from trilithon.pretrain.preview import checkpoint_bytes, held_bytes, preview
+from trilithon.pretrain.preview import checkpoint_bytes, held_bytes, mesh_bytes, preview
 
 
 def config(**changes):
@@ -94,11 +94,47 @@ def test_the_bytes_of_compressed_rules_are_those_of_a_run(kind):
         ({"optimizer": "onebit_adam", "mesh.tensor": 2}, "mesh.tensor=2 gives ranks parts"),
         ({"optimizer": "onebit_adam", "model.experts": 4}, "Use ep_size=1"),
         ({"mesh.pipe": 2, "batch.global_size": 9}, "does not run pipelines"),
+        ({"mesh.tensor": 2, "tensor.cut_norms": True, "recompute.partition": True}, "Leave recompute.partition out"),
+        ({"mesh.tensor": 2, "model.num_heads": 1}, "num_heads=1 does not split over mesh.tensor=2 x mesh.sequence=1"),
     ],
 )
 def test_what_the_engine_refuses_is_refused_first(changes, words):
     with pytest.raises(ConfigError, match=words):
         preview(config(**changes), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "cut_by"),  # the mesh, and over how many ranks (matrices, norms) are cut at stage 3
+    [
+        ({}, 4, (4, 4)),
+        ({"mesh.tensor": 2}, 4, (4, 2)),
+        ({"mesh.sequence": 2}, 4, (4, 4)),
+        ({"mesh.tensor": 4, "model.num_heads": 4}, 8, (8, 2)),
+        ({"mesh.tensor": 2, "tensor.cut_norms": True}, 4, (4, 4)),
+    ],
+)
+def test_each_part_is_cut_over_the_ranks_that_hold_it(changes, ranks, cut_by):
+    settings = config(**changes, **{"zero.stage": 3})
+    shape = settings.model.shape(256)
+    norms = 5 * shape.width
+    matrices = shape.num_parameters() - norms
+    held = mesh_bytes(settings, shape, ranks)
+    exact = matrices / cut_by[0] + norms / cut_by[1]
+    assert held["parameters"] == held["gradients"] == pytest.approx(4 * exact, abs=8)
+    assert held["optimizer"] == 2 * held["parameters"]
+    whole = mesh_bytes(config(**changes), shape, ranks)  # at stage 0 only tensor ranks divide
+    tensor = changes.get("mesh.tensor", 1)
+    assert whole["parameters"] == pytest.approx(4 * (matrices / tensor + norms), abs=8)
+
+
+def test_experts_are_spread_and_the_rest_is_not():
+    settings = config(**{"model.experts": 4, "model.ep_size": 2, "mesh.tensor": 2})
+    shape = settings.model.shape(256)
+    experts = shape.expert_parameters()
+    dense = shape.num_parameters() - experts
+    matrices, rest = shape.dense_parameters_of(1)
+    assert matrices + rest == dense
+    assert mesh_bytes(settings, shape, 4)["parameters"] == 4 * (matrices // 2 + rest + experts // 2)
 
 
 def test_the_batch_is_split_over_the_data_axis():

@@ -20,9 +20,13 @@ def test_the_options_reach_the_configuration(monkeypatch):
     assert done.exit_code == 0, done.output
     CliRunner().invoke(app, ["train", "--data", "x", "--activation-tier", "host"])
     CliRunner().invoke(app, ["train", "--data", "x"])
+    cut = ["--tp", "2", "--recompute", "selective", "--partition-activations", "--contiguous-activations"]
+    CliRunner().invoke(app, ["train", "--data", "x", *cut])
+    recompute = seen[3].recompute
+    assert (recompute.policy, recompute.partition, recompute.contiguous) == ("selective", True, True)
     offload = seen[0].offload
     assert (offload.state, offload.parameters, str(offload.path)) == ("disk", "host", "fast")
-    assert seen[0].recompute.tier == "device" and seen[1].recompute.tier == "host" and seen[2].recompute is None
+    assert seen[0].recompute.policy == "full" and seen[1].recompute.tier == "host" and seen[2].recompute is None
 
 
 def test_a_folder_is_asked_for_before_any_text_is_read():

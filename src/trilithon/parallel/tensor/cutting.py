@@ -42,6 +42,7 @@ class Cutting:
         self.model, self.group, self.cut_norms = model, group, cut_norms
         self.slices: dict[str, ParameterSlice] = {}
         self.summed: frozenset[str] = frozenset()
+        self.stream: SlicedStream | None = None  # which random numbers are drawn, where the model draws torch's
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         self._counts: list[tuple[nn.Module, str, int]] = []
         self._handles: list[RemovableHandle] = []
@@ -160,6 +161,7 @@ def _counts(model: nn.Module, plan: Plan, degree: int) -> list[tuple[nn.Module, 
 def _replace_layers(cutting: Cutting, plan: Plan, names: Mapping[int, str], device: torch.device) -> None:
     group, cut_norms = cutting.group, cutting.cut_norms
     stream = SlicedStream(group.rank, device) if _draws_from_torch(cutting.model) else None
+    cutting.stream = stream
     losses = [module for module in cutting.model.modules() if isinstance(module, TokenLoss)]
     fans: dict[str, list[ColumnLinear]] = {}
     for step in plan.steps:

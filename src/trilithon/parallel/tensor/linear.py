@@ -185,9 +185,7 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Collectives, tag: Tag) -> Tensor:
         ctx.save_for_backward(x, weight)
-        y: Tensor = F.linear(x, weight).contiguous()
-        group.all_reduce(y, tag).wait()
-        return y
+        return regions.product_sum(x, weight, group, tag)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -34,6 +34,14 @@ class SlicedStream:
             restore(self._common, self._device)
             self._common = None
 
+    def mark(self) -> list[torch.Tensor] | None:
+        """Inside a region or not; for recomputation, which may end between the two ends of one."""
+        return self._common
+
+    def back_to(self, mark: list[torch.Tensor] | None) -> None:
+        """As it was at `mark`; the generators themselves are the caller's affair."""
+        self._common = mark
+
 
 def states(device: torch.device) -> list[torch.Tensor]:
     """The states of torch's default generators that a model on `device` draws from."""

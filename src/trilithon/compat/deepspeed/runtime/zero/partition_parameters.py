@@ -1,7 +1,7 @@
 """`zero.Init` and `zero.GatheredParameters` on `trilithon.zero.init` and `trilithon.zero.gathered`.
 
-What differs from DeepSpeed. Parameters are built in the type that the program asks for, on the device that it asks for,
-and the engine rounds them: masters begin with all their digits. Values may be read and written inside `Init`, and
+What differs from DeepSpeed. Parameters are built in the type that the program asks for, and the engine rounds them:
+masters begin with all their digits. Values may be read and written inside `Init`, and
 initial values are those of an ordinary construction. A write under `GatheredParameters` without `modifier_rank` raises
 on all ranks instead of being lost.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from enum import Enum
@@ -60,9 +61,10 @@ _CONSTRUCTORS = ("empty", "zeros", "ones", "full", "eye", "linspace", "logspace"
 class Init:
     """Parameters registered inside are cut over all ranks; `Init(module=m)` cuts those of a module that is there.
 
-    dtype: floating tensors made inside have it; None leaves them as they are asked for. remote_device: "nvme" keeps the
-    slices in files under `offload_param.nvme_path` until initialize() takes them over; "cpu" and None where they are
-    built. config_dict_or_path is read for that path alone: values of "auto" do not matter.
+    dtype: floating tensors made inside have it; None leaves them as they are asked for. remote_device: None makes
+    parameters on this rank's GPU if there is one; "cpu" where the program says; "nvme" there too, with the slices in
+    files under `offload_param.nvme_path` until initialize() takes them over. config_dict_or_path is read for that path
+    alone: values of "auto" do not matter.
     Raises ConfigError for a data_parallel_group smaller than the world, and for arguments that have no counterpart.
     """
 
@@ -103,6 +105,7 @@ class Init:
             )
         self._enabled, self._dtype, self._stack = enabled, dtype, ExitStack()
         self._path = _slices_folder(config if config is not None else config_dict_or_path, remote_device)
+        self._device = device_of_new_parameters(remote_device)
         if module is not None and enabled:
             with self:
                 for part in module.modules():
@@ -112,6 +115,8 @@ class Init:
     def __enter__(self) -> Init:
         if self._enabled:
             self._stack = ExitStack()
+            if self._device is not None:
+                self._stack.enter_context(self._device)
             self._stack.enter_context(zero.init(path=self._path))
             hook = register_module_parameter_registration_hook(_registered)
             self._stack.callback(hook.remove)
@@ -149,6 +154,14 @@ def name_shapes_only(module: nn.Module) -> None:
 def _save_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     with zero.shapes_only():
         type(module)._save_to_state_dict(module, *args, **kwargs)
+
+
+def device_of_new_parameters(remote_device: str | None) -> torch.device | None:
+    """This rank's GPU, where NCCL cuts what is made; None for wherever the program says: without GPUs, and when the
+    parameters are to rest elsewhere."""
+    if remote_device in ("cpu", "nvme") or not torch.cuda.is_available():
+        return None
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK") or torch.cuda.current_device()))
 
 
 def _slices_folder(config: Mapping[str, Any] | str | Path | None, remote_device: str | None) -> Path | None:
