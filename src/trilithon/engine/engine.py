@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from trilithon.checkpoint.report import LoadReport, SaveProgress, SaveReport
 from trilithon.comm.collectives import Group
+from trilithon.contracts import Collectives
 from trilithon.engine import abandoned, memory, own_state, whole_tensors
 from trilithon.engine.checkpointing import Checkpointing
 from trilithon.engine.parts import Parts
@@ -98,9 +99,9 @@ class Engine(Training):
         return whole_tensors.view(self, kind, pattern)
 
     @property
-    def expert_groups(self) -> Mapping[int, tuple[Group, Group, Group]]:
+    def expert_groups(self) -> Mapping[int, tuple[Collectives, Group, Group]]:
         """By expert-parallel degree: tokens travel over the first group, the others hold the same experts."""
-        return self._experts.groups
+        return {degree: (ranks.group, same, apart) for degree, (ranks, same, apart) in self._experts.groups.items()}
 
     def rewrite(self, kind: str, name: str, value: Tensor) -> None:
         """Collective: new values, the same on every rank, for one whole tensor of `view`: "master" (what forward reads
