@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from trilithon.checkpoint.report import LoadReport, SaveProgress, SaveReport
 from trilithon.comm.collectives import Group
+from trilithon.contracts import Collectives
 from trilithon.engine import abandoned, memory, own_state, whole_tensors
 from trilithon.engine.across_stages import across_stages
 from trilithon.engine.checkpointing import Checkpointing
@@ -102,7 +103,7 @@ class Engine(Training):
         return whole_tensors.view(self, kind, pattern)
 
     @property
-    def expert_groups(self) -> Mapping[int, tuple[Group, Group, Group]]:
+    def expert_groups(self) -> Mapping[int, tuple[Collectives, Group, Group]]:
         """By expert-parallel degree: tokens travel over the first group, the others hold the same experts."""
         return {degree: (one.tokens, one.gather, one.reduce) for degree, one in self._experts.groups.items()}
 

@@ -102,7 +102,9 @@ def _get_expert_parallel_groups(group_name: str, place: int) -> Group:
     groups = engine.expert_groups if engine is not None else {}
     if degree not in groups:
         raise ProtocolError(f"there is no expert group '{group_name}': ep_size of the model's layers gives the groups.")
-    return groups[degree][place]
+    found = groups[degree][place]
+    assert isinstance(found, Group), "engines make groups of ranks"
+    return found
 
 
 def _get_expert_parallel_group(group_name: str) -> Any:
