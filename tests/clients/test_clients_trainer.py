@@ -195,9 +195,11 @@ def test_stage_3_evaluates_before_training_and_generates_after(
         published,
         tmp_path,
         ds_files.for_a_client(3, optimizer=False),
-        *("--generate_tokens", 6),
+        *("--generate_tokens", 6, "--evaluate_first", "true"),
         world=2,
     )
+    first = held_out_loss(published, plain_training.Plain(plain_training.load(published.llama)), 2)
+    assert done.report()["eval_before"] == pytest.approx(first, rel=1e-5)
     plain = reference(published, 2, plain_training.linear_decay(RATE, STEPS))
     prompt = plain_training.tokens_of(published.text, published.llama, 8).unsqueeze(0)
     plain.model.eval()

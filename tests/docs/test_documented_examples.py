@@ -134,7 +134,7 @@ def test_the_command_runs(example, readers_folder, request):
         for name in re.findall(r"runs/(first|second|both)\b", command.split("--out")[0]):
             shutil.copytree(request.getfixturevalue("mixtures") / name, readers_folder / "runs" / name)
     if command.startswith("make"):
-        targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
         assert set(command.split()[1:]) <= targets
         return
     if re.search(r"\btrain\b(?!\.py)", command):

@@ -10,6 +10,7 @@ from pathlib import Path
 import deepspeed
 import torch
 from corpus import Blocks
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -32,7 +33,7 @@ def main() -> None:
     }
     keep_alive = HfDeepSpeedConfig(config)  # has to exist before the model is made, and as long as it is used
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    partitioned = sum(p.numel() == 0 and p.ds_numel > 0 for p in model.parameters())
+    partitioned = sum(p.ds_status == ZeroParamStatus.NOT_AVAILABLE for p in model.parameters())
     engine = deepspeed.initialize(model=model, config_params=config)[0]
     engine.module.eval()
 
