@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 CLIENTS := .venv/.ready-clients
+SHIM := .venv/shim# a folder of its own: only what asks for it finds our `deepspeed` there
 CODE := src tests benchmarks examples
 
 # What `make quickstart` trains: on this Python's own library, because every machine has that text.
@@ -32,12 +33,13 @@ quickstart: $(READY) ## train a small GPT on two processes with ZeRO stage 3, fr
 test: $(READY) ## run every test; PYTEST_FLAGS=tests/unit runs a part, WORKERS=1 one at a time
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true $(PYTEST_FLAGS)
 
-$(CLIENTS): $(READY)
+$(CLIENTS): $(READY) $(wildcard shim/*.toml shim/deepspeed/*.py)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,fast,dev,clients]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(SHIM) ./shim
 	@touch $@
 
 test-clients: $(CLIENTS) ## run scripts of transformers, accelerate, peft, trl, lightning and DeepSpeed's own as published
-	@OMP_NUM_THREADS=1 timeout --kill-after=20 1500 $(BIN)/python -m pytest tests/clients -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
+	@OMP_NUM_THREADS=1 CLIENTS_SHIM=$(abspath $(SHIM)) timeout --kill-after=20 1500 $(BIN)/python -m pytest tests/clients -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
 lint: $(READY) ## check style, format, types, and that imports point down
 	$(BIN)/ruff check $(wildcard $(CODE))
