@@ -92,7 +92,7 @@ class RankServer:
         *args: object,
         world_size: int = 1,
         preludes: tuple[str, ...] = (),
-        timeout_s: float = 120.0,
+        timeout_s: float = 60.0,
         **env: str,
     ) -> Finished:
         """Run `script` of scripts/ with `folder` as its output folder; ScriptFailedError unless all ranks end well."""

@@ -8,6 +8,7 @@ standard input, one line of JSON per answer on the file descriptor named on the 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -56,6 +57,7 @@ def _run_rank(job: dict[str, Any], rank: int, port: int) -> None:
     output = os.open(job["outputs"][rank], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.dump_traceback_later(max(1.0, job["timeout_s"] - 5.0))
     os.chdir(job["folder"])
     script = job["script"]
     sys.path[0] = str(Path(script).parent)

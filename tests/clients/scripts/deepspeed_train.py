@@ -20,7 +20,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.attention = nn.MultiheadAttention(width, heads, bias=False, batch_first=True)
         self.norm_2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
@@ -79,6 +79,7 @@ def main() -> None:
     with deepspeed.zero.Init(config_dict_or_path=args.deepspeed_config, enabled=args.zero_init):
         model = LanguageModel(len(tokenizer), recompute=args.recompute)
     if args.zero_init:  # parameters made under zero.Init are filled through GatheredParameters
+        torch.manual_seed(args.seed)
         filled = LanguageModel(len(tokenizer)) if rank == 0 else None
         for name, parameter in model.named_parameters():
             with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
