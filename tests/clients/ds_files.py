@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from launching import OTHER_PYTHON
+
+_ADAM = {"torch_adam": True} if OTHER_PYTHON else {}  # DeepSpeed itself would compile its own first
+
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
     """The sections of the stages as found in the clients' documentation; thresholds small, as the models are."""
@@ -47,7 +51,7 @@ def for_a_client(stage: int, *, optimizer: bool = True, **more: Any) -> dict[str
         "wall_clock_breakdown": False,
     }
     if optimizer:
-        adamw = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+        adamw = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto", **_ADAM}
         decay = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
         config |= {
             "optimizer": {"type": "AdamW", "params": adamw},
@@ -59,16 +63,14 @@ def for_a_client(stage: int, *, optimizer: bool = True, **more: Any) -> dict[str
 def for_a_loop(stage: int, world: int, accumulation: int, *, micro: int = 2, **more: Any) -> dict[str, Any]:
     """For scripts that call DeepSpeed themselves: nothing is "auto"."""
     section = {key: value for key, value in zero(stage).items() if value != "auto"}
+    adamw = {"lr": 1e-2, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, **_ADAM}
     config: dict[str, Any] = {
         "train_batch_size": micro * world * accumulation,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 1.0,
         "steps_per_print": 10,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": 1e-2, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01},
-        },
+        "optimizer": {"type": "AdamW", "params": adamw},
         "zero_optimization": section,
     }
     return config | more

@@ -122,6 +122,8 @@ def main() -> None:
     answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
     for name in _WARM:
         importlib.import_module(name)
+    # DeepSpeed itself would compile its exchange through shared memory first, which takes minutes; gloo does without.
+    importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     gc.collect()
     gc.freeze()
     answers.write(json.dumps({"ready": sys.modules["deepspeed"].__version__}) + "\n")
