@@ -40,7 +40,7 @@ def test_every_way_to_start_trains_the_same(published: Published, tmp_path: Path
     """One process with accumulation, or two: the same samples in the same updates."""
     starts = {
         "runner": ([PYTHON, "-m", "trilithon.compat.deepspeed"], 1, {}),
-        "launch": ([PYTHON, "-m", "trilithon.cli.main", "launch", "--deepspeed", "--nproc", "2"], 2, {}),
+        "launch": ([PYTHON, "-m", "trilithon.cli.main", "launch", "--deepspeed", "--num_gpus", "2"], 2, {}),
         "torchrun": (
             [
                 PYTHON,
