@@ -28,6 +28,7 @@ _WARM = (
     "torch._dynamo",
     "torch.utils.checkpoint",
     "deepspeed",
+    "deepspeed.runtime.engine",
     "accelerate",
     "transformers",
     "transformers.trainer",
@@ -122,6 +123,7 @@ def main() -> None:
     answers = os.fdopen(int(sys.argv[1]), "w", buffering=1)
     for name in _WARM:
         importlib.import_module(name)
+    getattr(sys.modules["deepspeed"], "initialize")  # noqa: B009 (what stands behind the name is imported by asking)
     # DeepSpeed itself would compile its exchange through shared memory first, which takes minutes; gloo does without.
     importlib.import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
     gc.collect()
