@@ -143,13 +143,13 @@ def test_tied_resized_and_frozen(ranks: RankServer, published: Published, tmp_pa
         model=published.gpt2,
         world=2,
     )
+    torch.manual_seed(42)  # the Trainer's own seed: the new rows start at random
     model = plain_training.load(published.gpt2)
     before = model.transformer.wpe.weight.detach().clone()
     model.resize_token_embeddings(model.config.vocab_size + 3, mean_resizing=False)
     model.transformer.wpe.weight.requires_grad = False
     plain = reference(published, 2, plain_training.linear_decay(RATE, STEPS), model=model, source=published.gpt2)
-    # The new rows start at random on both sides and appear in no text: they only enter the softmax, by their size.
-    assert logged(done, "loss") == pytest.approx(plain.losses, rel=2e-2)
+    assert logged(done, "loss") == pytest.approx(plain.losses, rel=1e-4)
     trained = plain_training.load(tmp_path)
     assert trained.transformer.wte.weight.shape[0] == model.config.vocab_size
     assert trained.lm_head.weight is trained.transformer.wte.weight
@@ -185,19 +185,17 @@ def lora_reference(published: Published, parts: int) -> plain_training.Plain:
     return reference(published, parts, plain_training.linear_decay(RATE, STEPS), model=model)
 
 
-def test_stage_3_evaluates_before_training_and_generates_after(
-    ranks: RankServer, published: Published, tmp_path: Path
-) -> None:
-    done = run_trainer(
-        ranks,
-        published,
-        tmp_path,
-        ds_files.for_a_client(3, optimizer=False),
-        *("--generate_tokens", 6, "--evaluate_first", "true"),
-        world=2,
-    )
-    first = held_out_loss(published, plain_training.Plain(plain_training.load(published.llama)), 2)
-    assert done.report()["eval_before"] == pytest.approx(first, rel=1e-5)
+def test_stage_3_evaluates_without_training(ranks: RankServer, published: Published, tmp_path: Path) -> None:
+    """The Trainer makes an engine without an optimizer for that. (It cannot train with the same Trainer afterwards.)"""
+    config = ds_files.for_a_client(3, optimizer=False)
+    done = run_trainer(ranks, published, tmp_path, config, "--evaluate_only", "true", world=2)
+    expected = held_out_loss(published, plain_training.Plain(plain_training.load(published.llama)), 2)
+    assert done.report()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_stage_3_generates_after_training(ranks: RankServer, published: Published, tmp_path: Path) -> None:
+    config = ds_files.for_a_client(3, optimizer=False)
+    done = run_trainer(ranks, published, tmp_path, config, "--generate_tokens", 6, world=2)
     plain = reference(published, 2, plain_training.linear_decay(RATE, STEPS))
     prompt = plain_training.tokens_of(published.text, published.llama, 8).unsqueeze(0)
     plain.model.eval()

@@ -36,7 +36,7 @@ class ScriptArguments:
     lora_rank: int = 0
     generate_tokens: int = 0
     resume: str = ""
-    evaluate_first: bool = False
+    evaluate_only: bool = False
 
 
 def build_model(args: ScriptArguments, vocabulary: int) -> torch.nn.Module:
@@ -81,10 +81,10 @@ def main() -> None:
         data_collator=default_data_collator,
         processing_class=tokenizer,
     )
-    before = trainer.evaluate()["eval_loss"] if args.evaluate_first else None
-    trainer.train(resume_from_checkpoint=args.resume or None)
-    after = trainer.evaluate()
-    trainer.save_model()
+    if not args.evaluate_only:
+        trainer.train(resume_from_checkpoint=args.resume or None)
+        trainer.save_model()
+    evaluated = trainer.evaluate()
 
     generated = None
     if args.generate_tokens:
@@ -102,8 +102,7 @@ def main() -> None:
         report = {
             "log": trainer.state.log_history,
             "best": trainer.state.best_model_checkpoint,
-            "eval_before": before,
-            "eval_loss": after["eval_loss"],
+            "eval_loss": evaluated["eval_loss"],
             "generated": None if generated is None else generated[0].tolist(),
         }
         (Path(training_args.output_dir) / "report.json").write_text(json.dumps(report, indent=1))
