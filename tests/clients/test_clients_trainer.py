@@ -162,16 +162,13 @@ def test_tied_resized_and_frozen(ranks: RankServer, published: Published, tmp_pa
 
 @pytest.mark.parametrize(("stage", "recompute"), [(2, False), (3, False), (3, True)])
 def test_lora(ranks: RankServer, published: Published, tmp_path: Path, stage: int, recompute: bool) -> None:
-    """Adapters start at zero, so the first loss is the model's own; only they are trained, and only they are saved."""
+    """Only the adapters are trained, and only they are saved."""
     switch = ("--gradient_checkpointing", "true") if recompute else ()
     done = run_trainer(
         ranks, published, tmp_path, ds_files.for_a_client(stage, optimizer=False), "--lora_rank", 4, *switch, world=2
     )
     plain = lora_reference(published, 2)
-    losses = logged(done, "loss")
-    assert losses[0] == pytest.approx(plain.losses[0], rel=1e-5)
-    # The matrices that start at random are drawn by each side for itself: from the second update on, only alike.
-    assert losses == pytest.approx(plain.losses, rel=5e-2)
+    assert logged(done, "loss") == pytest.approx(plain.losses, rel=1e-4)
     assert (tmp_path / "adapter_model.safetensors").exists()
     assert not (tmp_path / "model.safetensors").exists()
 
@@ -179,7 +176,7 @@ def test_lora(ranks: RankServer, published: Published, tmp_path: Path, stage: in
 def lora_reference(published: Published, parts: int) -> plain_training.Plain:
     from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(42)
+    torch.manual_seed(42)  # the Trainer's own seed
     lora = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(plain_training.load(published.llama), lora)
     return reference(published, parts, plain_training.linear_decay(RATE, STEPS), model=model)
