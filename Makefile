@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+CLIENTS := .venv/.ready-clients
+SHIM := .venv/shim# a folder of its own: only what asks for it finds our `deepspeed` there
 CODE := src tests benchmarks examples
 
 # What `make quickstart` trains: on this Python's own library, because every machine has that text.
@@ -14,10 +16,10 @@ WORKERS ?= 2
 BENCH ?= $(wildcard benchmarks/*.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test lint types bench docs clean
+.PHONY: help quickstart test test-exhaustive test-clients lint types bench docs clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trilithon needs Python 3.11 or newer; $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.12 ..." % sys.version_info[:2])'
@@ -30,6 +32,17 @@ quickstart: $(READY) ## train a small GPT on two processes with ZeRO stage 3, fr
 
 test: $(READY) ## run every test; PYTEST_FLAGS=tests/unit runs a part, WORKERS=1 one at a time
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true $(PYTEST_FLAGS)
+
+test-exhaustive: $(READY) ## run the whole matrices of which `make test` takes covering parts, in plain interpreters
+	@OMP_NUM_THREADS=1 TRILITHON_COLD_TESTS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "exhaustive or not exhaustive" $(PYTEST_FLAGS)
+
+$(CLIENTS): $(READY) $(wildcard shim/*.toml shim/deepspeed/*.py)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,fast,dev,clients]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(SHIM) ./shim
+	@touch $@
+
+test-clients: $(CLIENTS) ## run scripts of transformers, accelerate, peft, trl, lightning and DeepSpeed's own as published
+	@OMP_NUM_THREADS=1 CLIENTS_SHIM=$(abspath $(SHIM)) timeout --kill-after=20 1500 $(BIN)/python -m pytest tests/clients -n $(WORKERS) --dist worksteal $(PYTEST_FLAGS)
 
 lint: $(READY) ## check style, format, types, and that imports point down
 	$(BIN)/ruff check $(wildcard $(CODE))

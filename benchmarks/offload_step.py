@@ -6,6 +6,7 @@
 
 adam: processor time of the host update against a loop over the same memory streams without arithmetic (the limit) and
     torch's fused AdamW with the passes it needs besides: fp32 in and out; bf16 gradient in and bf16 weights out.
+    With --deepspeed-python, an interpreter that has DeepSpeed, its CPU Adam takes turns too, in a process of its own.
 overlap: wall time of an update streamed from disk against the same update in memory (compute) and the same streams
     without an update (IO): the share of max(compute, IO) says how much of the smaller one is hidden.
 memory: peak resident memory of a process that trains bf16 parameters, by model size and tier, and its slope in bytes
@@ -48,7 +49,7 @@ from trilithon.tiers import DiskStore, FileIO, ResidentStore, Staging, page_up
 
 RESULTS = Path(__file__).parent / "results" / "offload_step.jsonl"
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-Job = Callable[[], None]
+Job = Callable[[], float | None]
 
 
 # ------------------------------------------------------------------------------------------------------------- adam
@@ -94,23 +95,53 @@ def adam_jobs(numel: int, sixteen: bool) -> dict[str, Job]:
 
 
 def measure(jobs: dict[str, Job], repeats: int, clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Seconds of each job, taking turns, after one unmeasured round."""
+    """Seconds of each job, taking turns, after one unmeasured round. A job that measures itself returns seconds."""
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for turn in range(repeats + 1):
         for name, job in jobs.items():
             started = clock()
-            job()
+            own = job()
             if turn:
-                seconds[name].append(clock() - started)
+                seconds[name].append(clock() - started if own is None else own)
     return seconds
+
+
+@contextmanager
+def deepspeed_adam(python: str | None, numel: int, sixteen: bool, threads: int) -> Iterator[tuple[dict[str, Job], str]]:
+    """Its CPU Adam as a job, if its extension can be built there, and its version or why there is no job."""
+    if python is None:
+        yield {}, "not asked for"
+        return
+    order = json.dumps({"numel": numel, "sixteen": sixteen, "threads": threads})
+    command = [python, str(Path(__file__).parent / "host_adam" / "deepspeed_step.py"), order]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        inbox, outbox = process.stdout, process.stdin
+
+        def step() -> float:
+            outbox.write("step\n")
+            outbox.flush()
+            return float(json.loads(inbox.readline())["seconds"])
+
+        first = json.loads(inbox.readline() or '{"error": "it ended without a word"}')
+        if "ready" in first:
+            yield {"deepspeed": step}, first["ready"]
+        else:
+            yield {}, f"not measured: {first['error']}"
+        process.kill()
 
 
 def adam(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     torch.set_num_threads(arguments.threads)
     for millions in arguments.millions:
         for sixteen in (False, True):
-            jobs = adam_jobs(int(millions * 1e6), sixteen)
-            seconds = measure(jobs, arguments.repeats, time.process_time)
+            numel = int(millions * 1e6)
+            jobs = adam_jobs(numel, sixteen)
+            with deepspeed_adam(arguments.deepspeed_python, numel, sixteen, arguments.threads) as (peer, version):
+                seconds = measure(jobs | peer, arguments.repeats, time.process_time)
             medians = {name: statistics.median(values) for name, values in seconds.items()}
             yield {
                 "question": "host Adam against its memory streams and torch",
@@ -121,6 +152,8 @@ def adam(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 **spread_of(seconds, 1e3),
                 "ours_over_streams": round(medians["ours"] / medians["streams"], 3),
                 "torch_over_ours": round(medians["torch_fused"] / medians["ours"], 3),
+                "deepspeed_over_ours": round(medians["deepspeed"] / medians["ours"], 3) if peer else None,
+                "deepspeed": version,
             }
 
 
@@ -290,6 +323,7 @@ def main() -> None:
     parser.add_argument("--path", type=Path, default=Path("."), help="a folder on the disk in question")
     parser.add_argument("--sub-group-numel", type=int, default=4 * 2**20)
     parser.add_argument("--buffers", type=int, default=4)
+    parser.add_argument("--deepspeed-python", help="an interpreter that has DeepSpeed, for the adam part")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     with appended(arguments.out) as add:

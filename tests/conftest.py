@@ -20,6 +20,8 @@ AGAINST_THE_CLOCK = (
     "tests/cli/",
     "tests/docs/",
     "tests/unit/test_benchmarks.py",
+    "tests/unit/testing/test_warm_python.py",
+    "tests/unit/launch/test_processes.py",
     "tests/cases/test_c045",
 )
 

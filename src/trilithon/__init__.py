@@ -15,6 +15,9 @@ from trilithon.version import __version__
 _HOME = {
     "initialize": "trilithon.engine.build",
     "Engine": "trilithon.engine.engine",
+    "LayerSpec": "trilithon.parallel.pipeline",
+    "PipelineModule": "trilithon.parallel.pipeline",
+    "TiedLayerSpec": "trilithon.parallel.pipeline",
     "Config": "trilithon.config",
     "zero": "trilithon.zero",
     "moe": "trilithon.parallel.moe",
@@ -41,10 +44,13 @@ __all__ = [
     "DataError",
     "Engine",
     "LaunchError",
+    "LayerSpec",
     "MoE",
     "NonFiniteError",
+    "PipelineModule",
     "ProtocolError",
     "ShardedParameterError",
+    "TiedLayerSpec",
     "TierError",
     "TrilithonError",
     "__version__",
@@ -71,6 +77,9 @@ if TYPE_CHECKING:
     from trilithon.errors import TrilithonError as TrilithonError
     from trilithon.parallel import moe as moe
     from trilithon.parallel.moe import MoE as MoE
+    from trilithon.parallel.pipeline import LayerSpec as LayerSpec
+    from trilithon.parallel.pipeline import PipelineModule as PipelineModule
+    from trilithon.parallel.pipeline import TiedLayerSpec as TiedLayerSpec
 
 
 def __getattr__(name: str) -> Any:

@@ -76,10 +76,15 @@ time.sleep(120)
 )
 
 
-def start(folder: Path, script: str, nproc: int = 3) -> subprocess.Popen[str]:
+GRACE_S = 5  # which ranks have by default
+BUSY_S = 20  # what a machine may add that is busy with other things
+
+
+def start(folder: Path, script: str, *options: str, nproc: int = 3) -> subprocess.Popen[str]:
     path = folder / "script.py"
     path.write_text(script)
-    command = [sys.executable, "-m", "trilithon.cli.main", "launch", "--nproc", str(nproc), str(path), str(folder)]
+    launch = [sys.executable, "-m", "trilithon.cli.main", "launch", "--nproc", str(nproc), *options]
+    command = [*launch, str(path), str(folder)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
 
 
@@ -117,10 +122,8 @@ def test_a_failing_rank_ends_the_others_and_its_traceback_is_last(tmp_path):
 def test_the_time_from_failure_to_the_end_is_bounded_even_if_ranks_ignore_signals(tmp_path):
     launcher = start(tmp_path, DEAF)
     wait_until(lambda: len(list(tmp_path.glob("deaf*"))) == 3)
-    failed_at = time.monotonic()
-    launcher.communicate(timeout=20)
+    launcher.communicate(timeout=GRACE_S + BUSY_S)
     assert launcher.returncode == 7
-    assert time.monotonic() - failed_at < 10
     assert not any(alive(pid) for pid in noted_pids(tmp_path))
 
 
@@ -128,25 +131,21 @@ def test_the_time_from_failure_to_the_end_is_bounded_even_if_ranks_ignore_signal
 def test_a_signal_to_the_launcher_ends_all_children(tmp_path, number, status):
     launcher = start(tmp_path, SLEEPERS)
     wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 3)
-    sent_at = time.monotonic()
     launcher.send_signal(number)
-    launcher.communicate(timeout=20)
+    launcher.communicate(timeout=GRACE_S + BUSY_S)
     assert launcher.returncode == status
-    assert time.monotonic() - sent_at < 10
     pids = noted_pids(tmp_path)
     assert len(pids) == 3 and not any(alive(pid) for pid in pids)
 
 
 def test_a_second_interrupt_does_not_leave_orphans(tmp_path):
-    launcher = start(tmp_path, DEAF.replace("sys.exit(7)", "time.sleep(120)"))
+    launcher = start(tmp_path, DEAF.replace("sys.exit(7)", "time.sleep(120)"), "--grace", "100")
     wait_until(lambda: len(list(tmp_path.glob("deaf*"))) == 3)
     launcher.send_signal(signal.SIGINT)
     time.sleep(0.3)
-    sent_at = time.monotonic()
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=20)
+    launcher.communicate(timeout=BUSY_S)  # the second one does not wait for the grace time
     assert launcher.returncode == 130
-    assert time.monotonic() - sent_at < 4  # the second one does not wait for the grace time of 5 s
     assert not any(alive(pid) for pid in noted_pids(tmp_path))
 
 
@@ -155,7 +154,7 @@ def test_even_a_killed_launcher_leaves_no_orphan(tmp_path):
     wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 3)
     launcher.kill()
     launcher.communicate(timeout=10)
-    wait_until(lambda: not any(alive(pid) for pid in noted_pids(tmp_path)), timeout_s=5)
+    wait_until(lambda: not any(alive(pid) for pid in noted_pids(tmp_path)), timeout_s=BUSY_S)
 
 
 def test_what_a_rank_started_is_ended_with_it(tmp_path):
@@ -164,7 +163,7 @@ def test_what_a_rank_started_is_ended_with_it(tmp_path):
     assert launcher.returncode == 5
     pids = noted_pids(tmp_path)
     assert len(pids) == 4
-    wait_until(lambda: not any(alive(pid) for pid in pids), timeout_s=2)  # orphans are reaped by init, not by us
+    wait_until(lambda: not any(alive(pid) for pid in pids), timeout_s=BUSY_S)  # orphans are reaped by init, not by us
 
 
 def test_a_missing_script_is_refused_before_anything_starts(tmp_path):

@@ -2,13 +2,13 @@
 
 import json
 import subprocess
-import sys
 from itertools import islice
 
 import pytest
 from torch.utils.data import Dataset
 
 from trilithon.data import Loader
+from warm_python import python
 
 
 class Forty(Dataset[int]):
@@ -48,7 +48,7 @@ def test_the_sequence_of_samples_equals_the_uninterrupted_one(num_workers):
     request = json.dumps({"num_workers": num_workers, "states": [loader.state_dict() for loader in stopped]})
     folder = __file__.rpartition("/")[0]
     answer = subprocess.run(
-        [sys.executable, "-c", RESUME, folder, request], capture_output=True, text=True, timeout=120, check=True
+        [python(), "-c", RESUME, folder, request], capture_output=True, text=True, timeout=120, check=True
     )
     rest = json.loads(answer.stdout)
     assert [first + second for first, second in zip(begun, rest)] == whole

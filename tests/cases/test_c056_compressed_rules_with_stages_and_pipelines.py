@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 import trilithon
 from trilithon.config import Config
+from trilithon.engine.capabilities import refusals
 from trilithon.errors import ConfigError
 from trilithon.testing import ranks
 from trilithon.testing.engine_run import train_on_engine
@@ -51,8 +52,15 @@ def test_deepspeed_files_say_the_same(name):
     assert Config.load(file).optimizer is not None
     with pytest.raises(ConfigError, match=r"use zero\.stage"):
         trilithon.initialize(TinyGPT(), {**file, "zero_optimization": {"stage": 2}})
-    with pytest.raises(ConfigError, match="pipeline parallelism is not in this version"):
+    with pytest.raises(ConfigError, match="it is num_stages of PipelineModule"):
         Config.load({**file, "pipeline": {"stages": 2}})
+
+
+@pytest.mark.parametrize(("kind", "stage"), [(kind, 0) for kind in RULES])
+def test_pipelines_are_refused_by_name(kind, stage):
+    settings = {"zero": {"stage": stage}, "mesh": {"pipe": 2}, "optimizer": {"kind": kind, **RULES[kind]}}
+    told = [refusal.text for refusal in refusals(Config.load(settings))]
+    assert len(told) == 1 and f"optimizer {kind} exchanges gradients" in told[0] and "mesh.pipe=2" in told[0]
 
 
 @pytest.mark.parametrize("kind", ["onebit_adam", "onebit_lamb", "apmsqueeze"])

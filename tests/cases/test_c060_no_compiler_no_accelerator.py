@@ -52,15 +52,17 @@ if HIDE_NUMBA:
 import torch
 from torch import nn
 import trilithon
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-config = {"optimizer": {"kind": "adamw", "lr": 0.01}, "zero": {"stage": STAGE}, "offload": OFFLOAD}
-with trilithon.initialize(model, config) as engine:
-    for step in range(2):
-        inputs = torch.linspace(-1, 1, 12).view(3, 4) + step
-        engine.backward(engine(inputs).square().mean())
-        assert engine.step()
-values = [p.detach().tolist() for p in model.parameters()]
+values = []
+for stage, state in SETTINGS:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    config = {"optimizer": {"kind": "adamw", "lr": 0.01}, "zero": {"stage": stage}, "offload": {"state": state}}
+    with trilithon.initialize(model, config) as engine:
+        for step in range(2):
+            inputs = torch.linspace(-1, 1, 12).view(3, 4) + step
+            engine.backward(engine(inputs).square().mean())
+            assert engine.step()
+    values.append([p.detach().tolist() for p in model.parameters()])
 print(json.dumps({"started": started, "written": written, "values": values}))
 """
 )
@@ -92,18 +94,19 @@ def test_importing_builds_nothing_starts_nothing_and_touches_no_device(tmp_path)
 
 
 @pytest.mark.parametrize("hide_numba", [False, True], ids=["as-installed", "without-numba"])
-@pytest.mark.parametrize(("zero_stage", "state"), [(0, "device"), (3, "device"), (1, "host")])
-def test_two_steps_train_without_compiler_and_without_accelerator(tmp_path, zero_stage, state, hide_numba):
-    code = TRAIN.replace("STAGE", str(zero_stage)).replace("HIDE_NUMBA", str(hide_numba))
-    code = code.replace("OFFLOAD", repr({"state": state}))
+def test_two_steps_train_without_compiler_and_without_accelerator(tmp_path, hide_numba):
+    settings = [(0, "device"), (3, "device"), (1, "host")]
+    code = TRAIN.replace("SETTINGS", repr(settings)).replace("HIDE_NUMBA", str(hide_numba))
     told = run(tmp_path, code)
     assert told["started"] == []
     if hide_numba:
         assert told["written"] == []
     expected = plain_torch()
-    for value, reference in zip(told["values"], expected, strict=True):
-        # two steps of Adam move each weight by at most 2 lr; a few roundings of fp32 in gradients of order 1
-        torch.testing.assert_close(torch.tensor(value), reference, rtol=1e-5, atol=1e-6)
+    for (stage, state), values in zip(settings, told["values"], strict=True):
+        for value, reference in zip(values, expected, strict=True):
+            # two steps of Adam move each weight by at most 2 lr; a few roundings of fp32 in gradients of order 1
+            off = (torch.tensor(value) - reference).abs() - (1e-6 + 1e-5 * reference.abs())
+            assert off.max() <= 0, (stage, state)
 
 
 def plain_torch() -> list[torch.Tensor]:

@@ -217,7 +217,7 @@ REFUSED = [
     ({"zero": {"stage": 1}, "offload": {"delayed_update": True}}, "offload.delayed_update", "set offload.state"),
     ({"optimizer": "apmsqueeze", "mesh": {"tensor": 2}}, "optimizer.kind", "such as adamw"),
     ({"optimizer": "onebit_adam", "mesh": {"sequence": 2, "data": 3}}, "optimizer.kind", "such as adamw"),
-    ({"mesh": {"pipe": 2}}, "mesh.pipe", "Set mesh.pipe to 1"),
+    ({"mesh": {"pipe": 2}, "zero": {"stage": 3}}, "mesh.pipe", "Use zero.stage 0, 1 or 2 inside the stages"),
     ({"zero": {"stage": 3, "tile_above_numel": 9}, "mesh": {"tensor": 2}}, "zero.tile_above_numel", "one of the two"),
 ]
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from trilithon.cli.checkpoint import app
 from trilithon.cli.main import app as whole_app
+from warm_python import python
 
 GOLDEN = Path(__file__).parents[1] / "data" / "deepspeed"
 
@@ -95,7 +96,7 @@ def test_export_and_what_it_refuses(tmp_path):
     wrong = call("export", GOLDEN / "zero2_bf16", tmp_path, "--max-shard-size", "5 potatoes")
     assert wrong.exit_code == 2 and "not a size such as 5GB" in wrong.output
     again = subprocess.run(
-        [sys.executable, "-m", "trilithon.cli.main", "checkpoint", "export", GOLDEN / "zero2_bf16", tmp_path],
+        [python(), "-m", "trilithon.cli.main", "checkpoint", "export", GOLDEN / "zero2_bf16", tmp_path],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert again.returncode == 1 and again.stderr.startswith("trilithon: ") and "already" in again.stderr

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-COMPARE = [sys.executable, "-m", "trilithon.cli.main", "compare"]
+from warm_python import python
+
+COMPARE = ["-m", "trilithon.cli.main", "compare"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "compare_script.py"
 
 
 def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMPARE, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([python(), *COMPARE, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 
 def config(tmp_path: Path) -> str:

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import time
 
-DOCTOR = [sys.executable, "-m", "trilithon.cli.main", "doctor"]
+from warm_python import python
+
+DOCTOR = ["-m", "trilithon.cli.main", "doctor"]
 
 
 def test_doctor_keeps_to_its_time_and_says_what_it_measured():
     start = time.monotonic()
-    done = subprocess.run([*DOCTOR, "--json"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([python(), *DOCTOR, "--json"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["can_train"] is True
@@ -23,7 +25,9 @@ def test_doctor_keeps_to_its_time_and_says_what_it_measured():
 
 
 def test_without_bandwidth_nothing_is_measured():
-    done = subprocess.run([*DOCTOR, "--no-bandwidth"], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        [python(), *DOCTOR, "--no-bandwidth"], capture_output=True, text=True, timeout=30, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "two ranks" not in done.stdout
     assert "kernel adam_step" in done.stdout
@@ -32,7 +36,9 @@ def test_without_bandwidth_nothing_is_measured():
 def test_a_broken_torch_is_an_error_and_the_rest_is_still_told(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('libc10.so: cannot open shared object file')")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([*DOCTOR], capture_output=True, text=True, timeout=30, check=False, env=environment)
+    done = subprocess.run(
+        [sys.executable, *DOCTOR], capture_output=True, text=True, timeout=30, check=False, env=environment
+    )
     assert done.returncode == 1
     assert "error: torch cannot be imported: ImportError: libc10.so" in done.stdout
     assert "host memory" in done.stdout

@@ -10,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-LAUNCH = [sys.executable, "-m", "trilithon.cli.launch"]
+from warm_python import python
+
+LAUNCH = ["-m", "trilithon.cli.launch"]  # cold where the end of processes is looked at
 
 GATHER = """
 import os, pathlib, sys
@@ -37,9 +39,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def node(rank: int, nproc: int, port: int, script: Path, *arguments: str) -> subprocess.Popen[str]:
+def node(
+    rank: int, nproc: int, port: int, script: Path, *arguments: str, program: str = sys.executable
+) -> subprocess.Popen[str]:
     where = ["--num-nodes", "2", "--node-rank", str(rank), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-    command = [*LAUNCH, "--nproc", str(nproc), *where, str(script), *arguments]
+    command = [program, *LAUNCH, "--nproc", str(nproc), *where, str(script), *arguments]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
@@ -58,7 +62,7 @@ def alive(pid: int) -> bool:
 
 def test_nodes_of_different_size_agree_on_ranks(tmp_path):
     script, port = written(tmp_path, GATHER), free_port()
-    nodes = [node(1, 1, port, script, str(tmp_path)), node(0, 2, port, script, str(tmp_path))]
+    nodes = [node(rank, nproc, port, script, str(tmp_path), program=python()) for rank, nproc in ((1, 1), (0, 2))]
     told = [process.communicate(timeout=40)[1] for process in nodes]
     assert [process.returncode for process in nodes] == [0, 0], told
     seen = [(tmp_path / f"rank{rank}").read_text() for rank in range(3)]
@@ -95,7 +99,7 @@ def test_restarts_give_a_script_another_try(tmp_path):
         tmp_path,
         "import os, sys\nassert os.environ['TORCHELASTIC_RESTART_COUNT'] == '1', 'first try'\nprint('second try')",
     )
-    command = [*LAUNCH, "--nproc", "1", "--max-restarts", "1", str(script)]
+    command = [python(), *LAUNCH, "--nproc", "1", "--max-restarts", "1", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=40, check=False)
     assert (done.returncode, done.stdout) == (0, "second try\n")
 
@@ -107,18 +111,19 @@ def fake_ssh(tmp_path: Path) -> str:
     return str(path)
 
 
-def over_ssh(tmp_path: Path, script: Path, *arguments: str) -> list[str]:
+def over_ssh(tmp_path: Path, script: Path, *arguments: str, program: str = sys.executable) -> list[str]:
     hosts = tmp_path / "hosts"
     hosts.write_text("alpha slots=2\nbeta slots=1\n")
     options = ["--host-file", str(hosts), "--ssh", "--ssh-command", fake_ssh(tmp_path), "--device", "cpu"]
     options += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    return [*LAUNCH, *options, str(script), *arguments]
+    return [program, *LAUNCH, *options, str(script), *arguments]
 
 
 def test_ssh_starts_every_host_and_arguments_survive_the_shell(tmp_path):
     script = written(tmp_path, GATHER + "\npathlib.Path(sys.argv[1], 'argv').write_text(repr(sys.argv[2:]))")
     arguments = ["a b", "", "$HOME", "--x='1'", "--"]
-    done = subprocess.run(over_ssh(tmp_path, script, str(tmp_path), *arguments), timeout=40, check=False)
+    command = over_ssh(tmp_path, script, str(tmp_path), *arguments, program=python())
+    done = subprocess.run(command, timeout=40, check=False)
     assert done.returncode == 0
     assert sorted((tmp_path / "hosts-called").read_text().split()) == ["alpha", "beta"]
     assert (tmp_path / "rank2").read_text() == "2 0 3 1 1 127.0.0.1"

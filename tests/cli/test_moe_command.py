@@ -1,7 +1,6 @@
 """`trilithon moe`: two models joined, one pruned, and what is refused."""
 
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from trilithon.models import GPT, preset
 from trilithon.parallel.moe import layers
 from trilithon.pretrain import load_model
 from trilithon.pretrain.artifacts import save_model
+from warm_python import python
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def runs(tmp_path):
 
 
 def call(*arguments):
-    command = [sys.executable, "-m", "trilithon.cli.main", "moe", *map(str, arguments)]
+    command = [python(), "-m", "trilithon.cli.main", "moe", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

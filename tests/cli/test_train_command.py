@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from trilithon.cli.train import complete
+from warm_python import python
 
 HELP = """
 import sys
@@ -19,7 +20,7 @@ finally:
 def trilithon(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.run(
-        [sys.executable, "-m", "trilithon.cli.main", "train", *map(str, arguments)],
+        [python(), "-m", "trilithon.cli.main", "train", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=120,

@@ -68,6 +68,7 @@ def test_a_killed_rank_leads_to_a_restart_from_the_last_checkpoint(text, tmp_pat
     process = start(
         *("-d", text, "--out", out, "--cache", tmp_path / "c", *SMALL, *EVERY_STEP, "-n", 2, "-z", 2),
         *("--steps", 100_000, "--save-every", 5, "--max-restarts", 1),
+        cold=True,
     )
     wait_until(lambda: newest(out) > 0, process, "no checkpoint")
     first = ranks_of(process.pid)
@@ -92,7 +93,7 @@ def node(run: Path, port: int, *arguments: object) -> subprocess.Popen[str]:
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "elastic"),
         *("--rdzv-conf", conf, "--local-addr", "localhost", "-m"),
     )
-    return start(*arguments, launcher=torchrun)
+    return start(*arguments, launcher=torchrun, cold=True)
 
 
 def test_an_elastic_job_goes_on_with_fewer_ranks_and_the_same_batch(text, tmp_path, free_port):

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -6,6 +8,7 @@ from trilithon.cli.verify_resume import verify_resume
 from trilithon.errors import ConfigError
 from trilithon.pretrain import load_pretrain
 from trilithon.pretrain import verify_resume as module
+from warm_python import python
 
 app = typer.Typer()
 app.command()(verify_resume)
@@ -49,7 +52,8 @@ def test_a_run_and_a_file_are_one_too_many(asked, tmp_path):
     assert asked == []
 
 
-def test_processes_of_their_own_continue_exactly(tmp_path):
+def test_processes_of_their_own_continue_exactly(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", python())  # by which they are started
     (tmp_path / "text.txt").write_text(" ".join(str(number**2) for number in range(500)))
     settings = {
         "data.paths": [str(tmp_path / "text.txt")], "data.cache": str(tmp_path / "cache"), "model.preset": "nano",

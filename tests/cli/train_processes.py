@@ -1,4 +1,7 @@
-"""`trilithon train` as processes: started, watched and ended by tests."""
+"""`trilithon train` as processes: started, watched and ended by tests.
+
+Warm ones (see `warm_python`), unless a test looks at the process tree.
+"""
 
 import os
 import subprocess
@@ -7,14 +10,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from warm_python import program_of, python
+
 SMALL = ("--model", "nano", "--context", "32", "--micro-batch", "2", "--eval-batches", "1", "--sample-tokens", "4")
 SMALL += ("--set", "monitor.tensorboard=false", "--set", "monitor.csv=false")
 
 
-def start(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def start(*arguments: object, launcher: tuple[str, ...] = (), cold: bool = False) -> subprocess.Popen[str]:
     taken = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
     return subprocess.Popen(
-        [sys.executable, "-m", *launcher, "trilithon.cli.main", "train", *map(str, arguments)],
+        [sys.executable if cold else python(), "-m", *launcher, "trilithon.cli.main", "train", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -32,7 +37,7 @@ def end(process: subprocess.Popen[str], limit_s: float = 120) -> tuple[int, str,
 
 def ranks_of(launcher: int, what: str = "trilithon.pretrain.rank") -> list[int]:
     """Process ids of the ranks that a launcher started and that still run."""
-    found = []
+    found, launcher = [], program_of(launcher)
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -56,7 +61,7 @@ def wait_for_records(out: Path, process: subprocess.Popen[str]) -> None:
 
 
 def gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 10
+    pids, deadline = [*pids, *map(program_of, pids)], time.monotonic() + 10
     while time.monotonic() < deadline:
         if not any(Path(f"/proc/{pid}").exists() for pid in pids):
             return True

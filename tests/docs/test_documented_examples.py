@@ -1,8 +1,8 @@
 """Every Python example and every command of the documentation runs, in a folder such as a reader would have.
 
 The Python examples of one page run one after the other in one namespace; test bodies run under pytest. Commands run as
-they are, except that a training is cut down to two steps of the smallest model on at most two ranks, and that targets
-of make are only looked up: they are what runs these tests.
+they are, except that a training is cut down to two steps of the smallest model on at most two ranks, that `python` has
+imported torch already (see `warm_python`), and that targets of make are only looked up: they are what runs these tests.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import pytest
 import torch.distributed as dist
 
 from trilithon.checkpoint import convert
+from warm_python import python
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -63,10 +63,10 @@ PYTHON = {str(page.relative_to(ROOT)): examples for page in PAGES if (examples :
 COMMANDS = commands()
 
 
-@pytest.fixture
-def readers_folder(tmp_path, monkeypatch):
+@pytest.fixture(scope="session")
+def what_readers_have(tmp_path_factory):
     """What the pages assume to be there: configurations, a script, text, runs with checkpoints, and our examples."""
-    monkeypatch.chdir(tmp_path)
+    tmp_path = tmp_path_factory.mktemp("reader")
     (tmp_path / "config.json").write_text('{"zero": {"stage": 2}, "optimizer": {"kind": "adamw", "lr": 0.001}}')
     (tmp_path / "zero3.json").write_text('{"zero": {"stage": 3}, "optimizer": {"kind": "adamw", "lr": 0.001}}')
     (tmp_path / "ds_config.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 4}))
@@ -80,12 +80,20 @@ def readers_folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def readers_folder(tmp_path, monkeypatch, what_readers_have):
+    """A reader's own folder of that, and the current one."""
+    shutil.copytree(what_readers_have, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.fixture(scope="session")
 def a_run(tmp_path_factory):
     """A run of `trilithon train` that has saved its first step, for the pages that continue, export or examine one."""
     folder = tmp_path_factory.mktemp("documented")
     short = _SHORT.replace("--steps 2", "--steps 1").replace("runs/short", str(folder / "books"))
-    command = [sys.executable, "-m", "trilithon.cli.main", "train", "--data", str(ROOT / "docs"), *short.split()]
+    command = [python(), "-m", "trilithon.cli.main", "train", "--data", str(ROOT / "docs"), *short.split()]
     command += ["--save-every", "1", "--cache", str(folder / "cache"), "--quiet"]
     subprocess.run(command, check=True, timeout=LIMIT_S, env=_environment(), stdout=subprocess.DEVNULL)
     return folder / "books"
@@ -95,7 +103,7 @@ def a_run(tmp_path_factory):
 def mixtures(tmp_path_factory):
     """Two runs with experts, which are joined here, for the page that joins and prunes them."""
     folder = tmp_path_factory.mktemp("mixtures")
-    trilithon = [sys.executable, "-m", "trilithon.cli.main"]
+    trilithon = [python(), "-m", "trilithon.cli.main"]
     short = _SHORT.replace("runs/short", str(folder / "first"))
     train = ["train", "--data", str(ROOT / "docs"), "--experts", "4", *short.split(), "--cache", str(folder / "cache")]
     join = ["moe", "aggregate", str(folder / "first"), str(folder / "second"), "--out", str(folder / "both")]
@@ -112,7 +120,7 @@ def test_the_python_examples_of_the_page_run(page, readers_folder, capsys):
     if any(re.search(r"^def test_", example.text, re.MULTILINE) for example in PYTHON[page]):
         source = "\n".join(example.text for example in PYTHON[page])
         (readers_folder / "test_of_the_page.py").write_text(source)
-        run = [sys.executable, "-m", "pytest", "-q", "test_of_the_page.py"]
+        run = [python(), "-m", "pytest", "-q", "test_of_the_page.py"]
         ended = subprocess.run(run, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=_environment())
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return
@@ -134,7 +142,7 @@ def test_the_command_runs(example, readers_folder, request):
         for name in re.findall(r"runs/(first|second|both)\b", command.split("--out")[0]):
             shutil.copytree(request.getfixturevalue("mixtures") / name, readers_folder / "runs" / name)
     if command.startswith("make"):
-        targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
         assert set(command.split()[1:]) <= targets
         return
     if re.search(r"\btrain\b(?!\.py)", command):
@@ -161,6 +169,6 @@ def _environment() -> dict[str, str]:
     return {
         **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
         "PYTHONPATH": f"{source}:{inherited}" if inherited else source,
-        "THIS_PYTHON": sys.executable,
+        "THIS_PYTHON": python(),
         "OMP_NUM_THREADS": "1",
     }

@@ -6,12 +6,12 @@ import os
 import re
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from trilithon.testing import run_ranks
+from warm_python import python
 
 ROOT = Path(__file__).parents[2]
 APART = ("compare_script.py", "multilingual_moe.py")  # with tests of their own: they take arguments
@@ -23,7 +23,7 @@ def run(folder: Path, *arguments: str) -> str:
     source = f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     ended = subprocess.run(
-        [sys.executable, *arguments],
+        [python(), *arguments],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from matrix import SETTINGS, STAGES, STEPS, Setting, reference, run_matrix
+from matrix import MORE_STEPS, SETTINGS, STAGES, STEPS, Setting, reference, run_matrix
 
 from trilithon.testing import run_ranks
 from trilithon.testing.engine_run import EngineRun, digest_of
@@ -23,25 +23,34 @@ Matrix = list[tuple[int, Setting, EngineRun]]
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_one_process_without_a_group_trains_like_plain_pytorch(precision: str):
-    check([run_matrix(precision, 1)], precision, 1)
+    steps = STEPS[precision]
+    check([run_matrix(precision, 1, steps)], precision, 1, steps)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_ranks_train_like_plain_pytorch_in_one_process(precision: str, world_size: int):
-    check(run_ranks(run_matrix, world_size, precision, world_size, timeout_s=240), precision, world_size)
+    steps = STEPS[precision]
+    check(run_ranks(run_matrix, world_size, precision, world_size, steps, timeout_s=240), precision, world_size, steps)
 
 
-def check(by_rank: Sequence[Matrix], precision: Any, world_size: int) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_and_goes_on_like_it(world_size: int):
+    found = run_ranks(run_matrix, world_size, "fp32", world_size, MORE_STEPS, timeout_s=400)
+    check(found, "fp32", world_size, MORE_STEPS)
+
+
+def check(by_rank: Sequence[Matrix], precision: Any, world_size: int, steps: int) -> None:
     wrong: list[str] = []
     mine = {(stage, setting): run for stage, setting, run in by_rank[0]}
     assert len(mine) == len(SETTINGS) * len(STAGES)
     for setting in SETTINGS:
-        plain = reference(setting, precision, world_size)
+        plain = reference(setting, precision, world_size, steps)
         for stage in STAGES:
             run, name = mine[stage, setting], f"stage {stage}, {precision}, {world_size} ranks, {setting}"
             try:
-                limits = tolerance(precision, STEPS[precision], optimizer=setting.optimizer)
+                limits = tolerance(precision, steps, optimizer=setting.optimizer)
                 assert_same_training(plain, run.losses, run.parameters, limits, run.grad_norms)
             except AssertionError as error:
                 wrong.append(f"{name}: {error}")

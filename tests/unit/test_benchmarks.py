@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -12,11 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from warm_python import python
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted(path.name for path in BENCHMARKS.glob("*.py"))
 LIMIT_S = 240  # a machine that is busy with other things; a quiet one needs a few seconds
 
 sys.path.insert(0, str(BENCHMARKS))
+from largest_model import largest  # noqa: E402
 from side_by_side.catalogue import catalogue, reference_of, select  # noqa: E402
 from side_by_side.measure import Measured, Plan  # noqa: E402
 from side_by_side.shape import SIZES, Shape  # noqa: E402
@@ -27,7 +31,7 @@ from side_by_side.workload import batch, build  # noqa: E402
 def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OUT")}
     environment |= {"PYTHONPATH": str(BENCHMARKS.parent / "src"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
+    command = [python(), str(BENCHMARKS / script), *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
@@ -223,3 +227,30 @@ def test_a_mesh_trains_like_plain_torch_beside_it(tmp_path):
     rows = rows_of(out)
     assert [(row["axis"], row["system"]) for row in rows] == [("norms", "torch"), ("norms", "trilithon")]
     assert rows[0]["losses_apart"] < 1e-3 and rows[0]["speed_ratio"] == 1.0
+
+
+def test_the_largest_size_is_found_between_one_that_fits_and_one_that_does_not():
+    for true_size, first, most in itertools.product((0, 1, 7, 33, 100, 250), (1, 20, 200), (100, 1000)):
+        tried: list[int] = []
+
+        def fits(layers: int, true_size: int = true_size, tried: list[int] = tried) -> dict:
+            tried.append(layers)
+            return {"ok": layers <= true_size}
+
+        found, tries = largest(fits, first, most, within=0.0)
+        assert found == min(true_size, most), (true_size, first, most)
+        assert [each["layers"] for each in tries] == tried and len(set(tried)) == len(tried)
+        near, _ = largest(fits, first, most, within=0.1)
+        assert near <= found <= max(near + 1, 1.1 * near)
+
+
+def test_a_limit_of_memory_ends_a_size_that_needs_more(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    done = run(
+        "largest_model.py", "--only", "trilithon-3-disk", "--limit-gib", 1.5, "--width", 64, "--vocabulary", 128,
+        "--tokens", 8, "--most-millions", 0.2, "--steps", 1, "--path", tmp_path, "--out", out,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = rows_of(out)
+    assert row["bounded_by"] == "size tried" and 0.1e6 < row["parameters"] < 0.2e6 and row["peak_resident_mib"] > 50
+    assert list(tmp_path.iterdir()) == [out], "nothing is left behind"

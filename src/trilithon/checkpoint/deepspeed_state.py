@@ -20,6 +20,7 @@ RESERVED = frozenset(
     """.split()  # noqa: SIM905 (a list of 20 short words)
 )
 """What DeepSpeed writes at the top level of a model file; the user's client_state lies beside it."""
+_NOT_SETTINGS = ("params", "step", "name", "moe")  # the last two tell DeepSpeed which groups hold experts
 _RULES = {"adam": "adamw", "adamw": "adamw", "lamb": "lamb", "lion": "lion", "adagrad": "adagrad", "sgd": "sgd"}
 
 
@@ -98,7 +99,7 @@ def groups_of(found: Found) -> list[dict[str, Any]]:
     for group in saved:
         members = [index for index in group.get("params") or () if index < len(found.groups)]
         names = [name for index in members for name in found.groups[index]]
-        settings = {key: plain(value) for key, value in group.items() if key not in ("params", "step")}
+        settings = {key: plain(value) for key, value in group.items() if key not in _NOT_SETTINGS}
         if isinstance(settings.get("betas"), list):
             settings["betas"] = tuple(settings["betas"])
         result.append({"names": names, "settings": settings})

@@ -46,6 +46,8 @@ _KEYS = {
     "zero_stage": "zero.stage",
     "tp": "mesh.tensor",
     "sp": "mesh.sequence",
+    "pp": "mesh.pipe",
+    "pipe_schedule": "pipeline.schedule",
     "precision": "precision",
     "batch_size": "batch.global_size",
     "micro_batch": "batch.micro_size",
@@ -99,6 +101,10 @@ def run(
     zero_stage: Annotated[int | None, typer.Option("--zero-stage", "-z", help="0, 1, 2 or 3: what is sharded.")] = None,
     tp: Annotated[int | None, typer.Option("--tp", help="Ranks that share each matrix (tensor slices).")] = None,
     sp: Annotated[int | None, typer.Option("--sp", help="Ranks that share each sequence.")] = None,
+    pp: Annotated[int | None, typer.Option("--pp", help="Stages of a pipeline: ranks with different layers.")] = None,
+    pipe_schedule: Annotated[
+        str | None, typer.Option("--pipe-schedule", help="With --pp: 1f1b, gpipe, interleaved or zero-bubble.")
+    ] = None,
     precision: Annotated[str | None, typer.Option("--precision", "-p", help="fp32, bf16 or fp16.")] = None,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", "-b", help="Sequences of a step, all ranks.")
@@ -191,6 +197,8 @@ def run(
       trilithon train --data src/ --suffix .py --nproc 2 --zero-stage 3 --precision bf16
       trilithon train --data 'books/*.txt' --tokenizer bpe --vocab 8192 --model small
       trilithon train --data texts/ --experts 8 --top-k 1 --ep-size 2 --nproc 2
+      trilithon train --data src/ --suffix .py --nproc 4 --tp 2 --zero-stage 1
+      trilithon train --data src/ --suffix .py --nproc 4 --pp 2 --accumulation 8
       trilithon train --data src/ --suffix .py --nproc 4 --tp 2 --zero-stage 1 --recompute --partition-activations
       trilithon train --data texts/ --zero-stage 3 --state-tier disk --param-tier disk --tier-path /mnt/fast --recompute
       trilithon train --config run.toml --lr 6e-4 --set zero.bucket_numel=1000000

@@ -37,6 +37,7 @@ class Sent:
     broadcast_bytes: int = 0
     all_gather_object_bytes: int = 0
     all_to_all_bytes: int = 0
+    message_bytes: int = 0
     total_bytes: int = 0
     calls: int = 0
 

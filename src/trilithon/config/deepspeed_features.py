@@ -109,13 +109,13 @@ ACTIVATION_CHECKPOINTING = Block(
     }
 )
 
-_PIPELINE = "pipeline parallelism is not in this version; leave the key out"
+_PIPELINE = "it is an argument of PipelineModule; leave the key out"
 PIPELINE = Block(
     {
-        "stages": Only(("auto", 1, None), _PIPELINE),
+        "stages": Only(("auto", 1, None), "it is num_stages of PipelineModule; leave the key out"),
         "partition": Only(("best", None), _PIPELINE),
         "seed_layers": Only((False, None), _PIPELINE),
-        "activation_checkpoint_interval": Only((0, None), _PIPELINE),
+        "activation_checkpoint_interval": To("pipeline.recompute_interval"),
         "pipe_partitioned": Only((True, None), _PIPELINE),
         "grad_partitioned": Only((True, None), _PIPELINE),
         "use_reentrant": Only((True, False, None), _PIPELINE),

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from trilithon.config.base import kind_of, place, show
+from trilithon.config.deepspeed_features import PIPELINE
 from trilithon.config.deepspeed_keys import AUTO_IS_A_VALUE, TABLE
 from trilithon.config.deepspeed_recompute import read_recompute
 from trilithon.config.deepspeed_release import REMOVED, Release, removed
@@ -18,19 +19,29 @@ from trilithon.config.deepspeed_rules import Block, Code, Entry, Feature, Idle, 
 from trilithon.config.deepspeed_types import read_optimizer, read_scheduler
 from trilithon.config.naming import advice, nearest
 from trilithon.config.origin import BATCH_MISSING, Draft, Source, leaves
+from trilithon.config.pipeline import PipelineConfig
 
 _CALLER = "caller's arguments"
+
+
+_BOTH = ("optimizer", "pipeline")  # blocks that both formats have
 
 
 def recognise(raw: Mapping[str, Any], native: Collection[str], draft: Draft) -> Literal["native", "deepspeed"]:
     """The format of a block, by its top-level keys.
 
     A key only one format knows speaks for that format; `optimizer` speaks for DeepSpeed when it holds `type` or
-    `params`. When no key is known, the nearest names decide. Keys of both formats in one block are a problem, and the
-    format with more keys is assumed for finding further ones.
+    `params`, and `pipeline` for the one that alone knows all of its keys. When no key is known, the nearest names
+    decide. Keys of both formats in one block are a problem, and the format with more keys is assumed for finding
+    further ones.
     """
-    ours = [key for key in raw if key in native and key != "optimizer"]
-    theirs = [key for key in raw if key in TABLE and key != "optimizer"]
+    ours = [key for key in raw if key in native and key not in _BOTH]
+    theirs = [key for key in raw if key in TABLE and key not in _BOTH]
+    pipeline = raw.get("pipeline")
+    if isinstance(pipeline, Mapping):
+        known = [set(pipeline) <= names for names in (set(PipelineConfig.model_fields), set(PIPELINE.keys))]
+        ours += ["pipeline"] if known == [True, False] else []
+        theirs += ["pipeline"] if known == [False, True] else []
     optimizer = raw.get("optimizer")
     if isinstance(optimizer, Mapping) and "kind" not in optimizer and ("type" in optimizer or "params" in optimizer):
         theirs.append("optimizer")

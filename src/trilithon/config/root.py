@@ -41,6 +41,7 @@ from trilithon.config.origin import (
     raise_if_any,
     values_of,
 )
+from trilithon.config.pipeline import PipelineConfig
 from trilithon.config.precision import Fp16, Fp32, PrecisionConfig
 from trilithon.config.recompute import RecomputeConfig
 from trilithon.config.schedule import ScheduleConfig
@@ -63,6 +64,8 @@ class Config(Section):  # noqa: PLW1641 (pydantic gives frozen classes their __h
     """How many parts the model and the batch are cut into."""
     tensor: TensorConfig = TensorConfig()
     """How matrices are cut over the tensor axis of the mesh."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """How the stages of the mesh's pipe axis take turns."""
     offload: OffloadConfig = OffloadConfig()
     """What rests in host memory or on disk."""
     comm: CommConfig = CommConfig()

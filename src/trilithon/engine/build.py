@@ -30,7 +30,9 @@ from trilithon.engine.experts import SpreadExperts, find_experts
 from trilithon.engine.monitor import Monitor
 from trilithon.engine.parallel import EqualReplicas, Parallel
 from trilithon.engine.parts import Parts
-from trilithon.engine.topology import make_topology, resolve_axes
+from trilithon.engine.pipelined import Pipelined
+from trilithon.engine.stages import Staged, cut, wants_stages, with_stages
+from trilithon.engine.topology import Topology, make_topology, resolve_axes
 from trilithon.errors import ConfigError, ProtocolError
 from trilithon.optim.build import make_update
 from trilithon.optim.groups import AnyOptimizer, OptimizerSettings, groups_of
@@ -38,6 +40,7 @@ from trilithon.optim.groups import Group as ParameterGroup
 from trilithon.optim.learning_rate import AnySchedule, LearningRate
 from trilithon.optim.link import Link
 from trilithon.optim.loss_scale import DynamicScale, NoScale, StaticScale
+from trilithon.parallel.pipeline import PipelineModule
 from trilithon.zero.composite import RankPlacement
 from trilithon.zero.grouping import FROZEN, regions_of
 from trilithon.zero.init import built_values
@@ -84,7 +87,14 @@ def initialize(
     _check(settings, chosen, schedule)
     _refuse_taken(model)
     _refuse_tiles(model, chosen)
-    blocks = chosen_blocks(model, settings.recompute) if settings.recompute is not None else []
+    settings = with_stages(model, settings, mesh)
+    by_block = settings.recompute is not None and not isinstance(model, PipelineModule)
+    blocks = chosen_blocks(model, settings.recompute) if by_block and settings.recompute is not None else []
+    staged = None
+    if wants_stages(model, settings, mesh):
+        init_distributed(settings.comm.backend, settings.comm.timeout_s)
+        staged = cut(model, settings, mesh)
+        blocks = staged.here(blocks)
     groups = groups_of(model, chosen, parameters) if chosen is not None else []
     if chosen is not None and settings.offload.state != "device":
         state_tier.require_known(chosen, groups)
@@ -104,7 +114,11 @@ def initialize(
         capabilities.require_rule_for_mesh(chosen.kind, axes)
     topology = make_topology(settings, axes, mesh, ledger, _watchdog(settings), device)
     comm = topology.comm
+    if topology.pipe.world_size > 1:
+        capabilities.require_no_spread_experts(comm.control.all_gather_object(experts.collective, Tag("experts")))
     batch = settings.resolve_batch(axes.size("data"))
+    if staged is not None:
+        staged.orders(batch.accumulation)  # raises ConfigError for numbers that the schedule cannot do
     monitor = _monitor(settings, comm)
     materialize_meta(model, device)
     parallel = Parallel(model, topology, settings.tensor, device, _whole_values)
@@ -112,6 +126,8 @@ def initialize(
     try:
         experts.spread(topology)
         places = parallel.placements(experts.placements(), experts.apart)
+        if staged is not None:
+            places = staged.placements(topology, places)
         sharding = _sharding(model, groups, settings, comm, batch.accumulation, device, placement, places)
     except BaseException:
         _close(placement)
@@ -143,6 +159,7 @@ def initialize(
         parallel=parallel,
         monitor=monitor,
         experts=experts,
+        pipelined=_pipelined(staged, topology, device, experts),
         tiled=_tiles(settings),
         recompute=recompute,
         low=_low(settings) if getattr(settings.precision, "cast_inputs", False) else None,
@@ -315,6 +332,9 @@ def _update(  # noqa: PLR0917 (called once, with everything that build has made)
     if parallel.slices:  # nor is a slice of a matrix
         way_out = "Keep whole matrices on every rank (mesh.tensor=1, at zero.stage=0)"
         return make_update(optimizer, groups, names, device=device, store=store, way_out=way_out, stacks=stacks)
+    if parallel.staged:  # nor are the parameters here all there are
+        way_out = "Keep the whole model on every rank (mesh.pipe=1, at zero.stage=0)"
+        return make_update(optimizer, groups, names, device=device, store=store, way_out=way_out, stacks=stacks)
     return make_update(optimizer, groups, names, whole=whole, device=device, store=store, link=link, stacks=stacks)
 
 
@@ -327,6 +347,15 @@ def _placement(  # noqa: PLR0917 (called once, with everything that build has ma
         return None
     needs = state_tier.needs_of(model, optimizer, groups, comm.gather.world_size)
     return state_tier.make_placement(settings.offload, needs, comm.control, device)
+
+
+def _pipelined(
+    staged: Staged | None, topology: Topology, device: torch.device, experts: SpreadExperts
+) -> Pipelined | None:
+    if staged is None:
+        return None
+    alone = topology.tensor.world_size == topology.sequence.world_size == 1 and not experts.collective
+    return Pipelined(staged, topology, device, tolerant=alone)
 
 
 def _close(placement: Placement | None) -> None:

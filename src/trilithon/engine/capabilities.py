@@ -175,7 +175,7 @@ def refusals(settings: Config) -> list[Refusal]:
     found = _unmet(features_of(settings, kind))
     axes = mesh.axes(mesh.pipe * (mesh.data or 1) * mesh.sequence * mesh.tensor)
     for key, check in (
-        ("mesh.pipe", lambda: require_no_pipeline(axes)),
+        ("mesh.pipe", lambda: require_pipeline(axes, settings)),
         ("zero.tile_above_numel", lambda: require_no_tiles(axes, settings.zero)),
         ("optimizer.kind", lambda: require_rule_for_mesh(kind, axes)),
         ("recompute.partition", lambda: require_whole_inputs(axes, settings)),
@@ -228,7 +228,7 @@ KINDS = (
 
 def require_rule_for_mesh(kind: str, axes: Axes) -> None:
     """Raises ConfigError for a rule that exchanges gradients itself, on a mesh where they are more than averaged."""
-    cut = [f"mesh.{name}={axes.size(name)}" for name in ("tensor", "sequence") if axes.size(name) > 1]
+    cut = [f"mesh.{name}={axes.size(name)}" for name in ("pipe", "tensor", "sequence") if axes.size(name) > 1]
     if cut and communicates(kind):
         raise ConfigError(
             f"optimizer {kind} exchanges gradients of whole parameters over the data axis, and {' and '.join(cut)} "
@@ -236,10 +236,26 @@ def require_rule_for_mesh(kind: str, axes: Axes) -> None:
         )
 
 
-def require_no_pipeline(axes: Axes) -> None:
-    """Raises ConfigError for a mesh with stages of a pipeline."""
-    if axes.size("pipe") > 1:
-        raise ConfigError(f"mesh.pipe={axes.size('pipe')}: this engine does not run pipelines. Set mesh.pipe to 1.")
+def require_pipeline(axes: Axes, settings: Config) -> None:
+    """Raises ConfigError for what does not go with several stages of a pipeline."""
+    stages = axes.size("pipe")
+    if stages == 1:
+        return
+    if settings.zero.stage == 3:
+        raise ConfigError(
+            f"zero.stage=3 gathers every parameter for each micro-batch anew, and with mesh.pipe={stages} many are "
+            "under way at once. Use zero.stage 0, 1 or 2 inside the stages, or mesh.pipe=1 with zero.stage=3."
+        )
+
+
+def require_no_spread_experts(spread: Sequence[bool]) -> None:
+    """Raises ConfigError for experts that talk to other ranks inside the stages of a pipeline. spread: by rank."""
+    found = [rank for rank, here in enumerate(spread) if here]
+    if found:
+        raise ConfigError(
+            f"mesh.pipe is above 1, and ranks {found[:8]} have experts that are spread over ranks or balanced over all "
+            'of them. Use ep_size=1 and scope="local" for experts inside a pipeline, or mesh.pipe=1.'
+        )
 
 
 def require_no_tiles(axes: Axes, settings: ZeroConfig) -> None:

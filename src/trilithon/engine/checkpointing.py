@@ -26,7 +26,7 @@ from trilithon.comm.collectives import Group
 from trilithon.contracts import Collectives, Tag
 from trilithon.engine.load_plan import PARTS, asked_parts, plan_load, refuse
 from trilithon.engine.restore import Restore
-from trilithon.engine.train_state import SAVE, contents_of, slice_holdings
+from trilithon.engine.train_state import SAVE, contents_of, names_here, slice_holdings
 from trilithon.errors import CheckpointError, ProtocolError
 
 if TYPE_CHECKING:
@@ -149,14 +149,15 @@ class Checkpointing:
             for span in holding.spans
             if span.part != "master"
         }
-        told = together(self._control, LOAD, lambda: (self._chosen(root, tag), fields))
-        chosen, everybodys = told[0][0], {field for _, theirs in told for field in theirs}
+        told = together(self._control, LOAD, lambda: (self._chosen(root, tag), fields, names_here(engine)))
+        chosen, everybodys = told[0][0], {field for _, theirs, _ in told for field in theirs}
+        known = {name for _, _, theirs in told for name in theirs}
 
         assert chosen is not None
 
         def planned() -> tuple[CheckpointReader, Restore, LoadReport]:
             reader = open_checkpoint(*chosen)
-            plan = plan_load(engine, reader, asked, sorted(everybodys))
+            plan = plan_load(engine, reader, asked, sorted(everybodys), known)
             if strict:
                 refuse(plan)
             else:

@@ -22,6 +22,7 @@ from trilithon.checkpoint.report import LoadReport, SaveProgress, SaveReport
 from trilithon.comm.collectives import Group
 from trilithon.contracts import Collectives
 from trilithon.engine import abandoned, memory, own_state, whole_tensors
+from trilithon.engine.across_stages import across_stages
 from trilithon.engine.checkpointing import Checkpointing
 from trilithon.engine.parts import Parts
 from trilithon.engine.train_state import Stateful
@@ -55,6 +56,7 @@ class Engine(Training):
 
         At stages 2 and 3 this needs memory for whole gradients, which is the price of the saved communication.
         """
+        self._refuse_stages("no_sync()")
         before, self._syncing = self._syncing, False
         try:
             yield
@@ -69,6 +71,7 @@ class Engine(Training):
         Raises ProtocolError when experts are spread over ranks, whose tokens need every rank's forward.
         """
         self._experts.refuse_uneven()
+        self._refuse_stages("uneven()")
         self.drain()
         self._uneven = True
         self._sharding.begin_uneven()
@@ -86,7 +89,8 @@ class Engine(Training):
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: (name, whole fp32 value) of every parameter, one at a time, on every rank. Yours to keep."""
         self.drain()
-        for name, tensor in self._sharding.full("master", self._sharding.names):
+        names, masters = self._sharding.names, lambda names: self._sharding.full("master", names)
+        for name, tensor in across_stages(self, masters, names):
             yield name, tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
 
     def view(self, kind: str, pattern: str = "*") -> Iterator[tuple[str, Tensor]]:
@@ -101,7 +105,7 @@ class Engine(Training):
     @property
     def expert_groups(self) -> Mapping[int, tuple[Collectives, Group, Group]]:
         """By expert-parallel degree: tokens travel over the first group, the others hold the same experts."""
-        return {degree: (ranks.group, same, apart) for degree, (ranks, same, apart) in self._experts.groups.items()}
+        return {degree: (one.tokens, one.gather, one.reduce) for degree, one in self._experts.groups.items()}
 
     def rewrite(self, kind: str, name: str, value: Tensor) -> None:
         """Collective: new values, the same on every rank, for one whole tensor of `view`: "master" (what forward reads
@@ -230,6 +234,8 @@ class Engine(Training):
                 self._monitor.close()
             if self._recompute is not None:
                 self._recompute.remove()
+            if self._pipelined is not None:
+                self._pipelined.close()
             self._sharding.close(give_back=give_back)
             if give_back and self._sharding.gives_back:
                 self._experts.unite()

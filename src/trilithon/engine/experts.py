@@ -36,24 +36,40 @@ logger = logging.getLogger(__name__)
 _ROOT = "(root)"  # a model that is a layer of experts itself, for people
 
 
+@dataclass(frozen=True, eq=False)
+class DegreeGroups:
+    """The groups of one expert-parallel degree. ranks: how tokens travel; tokens: the group in which they do; gather,
+    reduce: the ranks that hold the same experts."""
+
+    ranks: ExpertRanks
+    tokens: Group
+    gather: Group
+    reduce: Group
+
+
 @dataclass(eq=False)
 class SpreadExperts:
     """The MoE layers of one model and the groups made for them.
 
     axes: by layer. mesh: where ranks are. node_size: for the exchange in two steps, None for the flat one. groups: by
-    degree: the expert group, and two of the ranks that hold the same experts, for gathers and for reductions.
+    degree.
     """
 
     layers: dict[str, MoE] = field(default_factory=dict)
     axes: dict[str, ExpertAxes] = field(default_factory=dict)
     mesh: Axes = field(default_factory=lambda: Axes(EXPERT_RANKS, (1, 1, 1)))
     node_size: int | None = None
-    groups: dict[int, tuple[ExpertRanks, Group, Group]] = field(default_factory=dict)
+    groups: dict[int, DegreeGroups] = field(default_factory=dict)
 
     @property
     def degrees(self) -> list[int]:
         """The distinct expert-parallel degrees above 1."""
         return sorted({axes.ep_size for axes in self.axes.values()} - {1})
+
+    @property
+    def collective(self) -> bool:
+        """Some layer talks to other ranks."""
+        return bool(self.degrees) or any(layer.scope == "global" for layer in self.layers.values())
 
     def describe(self) -> dict[str, list[int]]:
         """Plain data: for each layer spread over ranks, its degree and the order of ranks."""
@@ -87,8 +103,10 @@ class SpreadExperts:
             everyone = topology.make_expert_group("experts", None)
         wanted = {axes.ep_size: axes for axes in self.axes.values() if axes.ep_size > 1 or tensor is not None}
         for degree, axes in sorted(wanted.items()):
-            self.groups[degree] = (
-                self._ranks(axes, topology, tensor),
+            ranks, tokens = self._ranks(axes, topology, tensor)
+            self.groups[degree] = DegreeGroups(
+                ranks,
+                tokens,
                 topology.make_expert_group(f"expert gather/{degree}", axes.expert_data_groups),
                 topology.make_expert_group(f"expert reduce/{degree}", axes.expert_data_groups),
             )
@@ -99,22 +117,25 @@ class SpreadExperts:
             degree = self.axes[name].ep_size
             if degree in self.groups:
                 _equal_values(name, layer, everyone)
-            ranks = self.groups[degree][0] if degree in self.groups else ExpertRanks(Group(None, name="experts/1"))
+            spread = self.groups.get(degree)
+            ranks = spread.ranks if spread is not None else ExpertRanks(Group(None, name="experts/1"))
             layer.bind(name or _ROOT, ranks, statistics, topology.comm.gather.rank)
         if self.degrees and topology.comm.control.rank == 0:
             logger.info("experts over ranks:\n%s", self.table())
 
-    def _ranks(self, axes: ExpertAxes, topology: Topology, tensor: Group | None) -> ExpertRanks:
+    def _ranks(self, axes: ExpertAxes, topology: Topology, tensor: Group | None) -> tuple[ExpertRanks, Group]:
+        """How tokens travel, and the group in which they do. Collective."""
         degree, levels, size = axes.ep_size, None, self.node_size
         if degree == 1:
-            return ExpertRanks(Group(None, name="experts/1"), tensor=tensor)
+            alone = Group(None, name="experts/1")
+            return ExpertRanks(alone, tensor=tensor), alone
         group = topology.make_expert_group(f"experts/{degree}", axes.expert_groups)
         if size is not None and self.on_nodes(axes, size)[0] > 1 and self.on_nodes(axes, size)[1] > 1:
             levels = TwoLevel(
                 topology.make_expert_group(f"experts/{degree} on a node", lambda ranks: axes.node_groups(ranks, size)),
                 topology.make_expert_group(f"experts/{degree} on nodes", lambda ranks: axes.peer_groups(ranks, size)),
             )
-        return ExpertRanks(group, levels, tensor)
+        return ExpertRanks(group, levels, tensor), group
 
     def on_nodes(self, axes: ExpertAxes, node_size: int) -> tuple[int, int]:
         """(nodes of an expert group, its ranks on each). Raises ConfigError if they lie unevenly on nodes."""
@@ -134,11 +155,11 @@ class SpreadExperts:
             axes = self.axes[name]
             if axes.ep_size not in self.groups:
                 continue
-            ranks, gather, reduce = self.groups[axes.ep_size]
+            groups = self.groups[axes.ep_size]
             replicas = Replicas(
                 f"experts/{axes.ep_size}",
-                gather,
-                reduce,
+                groups.gather,
+                groups.reduce,
                 self.mesh.size(REPLICAS),
                 lambda rank, axes=axes: axes.place(self.mesh.index(EXPERT_RANKS, rank))[1],  # type: ignore[misc]
             )
@@ -146,8 +167,8 @@ class SpreadExperts:
                 block = tuple(param.shape)
                 corner = (layer.experts.first, *[0] * (len(block) - 1))
                 whole = f"{name}.experts.{own}" if name else f"experts.{own}"
-                region = Region(whole, (layer.num_experts, *block[1:]), corner, block) if ranks.spread else None
-                found[id(param)] = RankPlacement(replicas, region, ranks.group)
+                region = Region(whole, (layer.num_experts, *block[1:]), corner, block) if groups.ranks.spread else None
+                found[id(param)] = RankPlacement(replicas, region, groups.tokens)
         return found
 
     def stacks(self) -> Mapping[str, Stack]:

@@ -6,7 +6,7 @@ The plan compares names and shapes only. What is missing, superfluous or of anot
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -64,13 +64,20 @@ def asked_parts(engine: Engine, parts: Sequence[str] | None) -> set[str]:
     return set(asked)
 
 
-def plan_load(engine: Engine, reader: CheckpointReader, asked: set[str], fields: Iterable[tuple[int, str]]) -> LoadPlan:
-    """fields: (group, field) that the update rule keeps, on any rank."""
+def plan_load(
+    engine: Engine,
+    reader: CheckpointReader,
+    asked: set[str],
+    fields: Iterable[tuple[int, str]],
+    known: Set[tuple[str, str]],
+) -> LoadPlan:
+    """fields: (group, field) that the update rule keeps, on any rank. known: ("weights" or "buffers", name) that some
+    rank has; this one has those of its stage of a pipeline."""
     made = reader.manifest
     saved_by = f"{made.world_size} rank{'s' * (made.world_size > 1)}, zero.stage={made.zero_stage}, {made.precision}"
     plan = LoadPlan(set(asked), LoadReport(reader.folder, made.tag, made.step, saved_by))
-    _plan_weights(engine, reader, plan)
-    _plan_optimizer(engine, reader, plan, fields)
+    _plan_weights(engine, reader, plan, known)
+    _plan_optimizer(engine, reader, plan, fields, _of(known, "weights"))
     _plan_schedule(engine, reader, plan)
     _plan_scaler(engine, reader, plan)
     _plan_window(engine, reader, plan)
@@ -96,7 +103,7 @@ def refuse(plan: LoadPlan) -> None:
         )
 
 
-def _plan_weights(engine: Engine, reader: CheckpointReader, plan: LoadPlan) -> None:
+def _plan_weights(engine: Engine, reader: CheckpointReader, plan: LoadPlan, known: Set[tuple[str, str]]) -> None:
     shapes = whole_shapes(engine)
     buffers = {name: tuple(tensor.shape) for name, tensor in persistent_buffers(engine.module)}
     stored = {e.name: e for part in ("frozen", "master") for e in reader.entries(part)}
@@ -115,9 +122,12 @@ def _plan_weights(engine: Engine, reader: CheckpointReader, plan: LoadPlan) -> N
         _match(plan, "weights", name, shape, found=found, into=plan.sources)
     for name, shape in buffers.items():
         _match(plan, "buffers", name, shape, found=reader.find("buffer", name), into=plan.buffers)
-    also_known = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}
-    _left_over(plan, "weights", stored, plan.sources, set(shapes) | also_known)
-    _left_over(plan, "buffers", {e.name: e for e in reader.entries("buffer")}, plan.buffers, set(buffers))
+    _left_over(plan, "weights", stored, plan.sources, _of(known, "weights"))
+    _left_over(plan, "buffers", {e.name: e for e in reader.entries("buffer")}, plan.buffers, _of(known, "buffers"))
+
+
+def _of(known: Set[tuple[str, str]], part: str) -> set[str]:
+    return {name for found, name in known if found == part}
 
 
 def _match(
@@ -136,7 +146,7 @@ def _match(
 
 
 def _left_over(
-    plan: LoadPlan, part: str, stored: Mapping[str, Entry], taken: Mapping[str, Entry], known: set[str]
+    plan: LoadPlan, part: str, stored: Mapping[str, Entry], taken: Mapping[str, Entry], known: Set[str]
 ) -> None:
     used = {entry.name for entry in taken.values()}
     for name, entry in stored.items():
@@ -151,7 +161,7 @@ def saved_update(reader: CheckpointReader) -> Mapping[str, Any] | None:
 
 
 def _plan_optimizer(
-    engine: Engine, reader: CheckpointReader, plan: LoadPlan, fields: Iterable[tuple[int, str]]
+    engine: Engine, reader: CheckpointReader, plan: LoadPlan, fields: Iterable[tuple[int, str]], known: Set[str]
 ) -> None:
     stored = [e for e in reader.manifest.entries if e.part.split("/")[0] not in _NOT_OPTIMIZER]
     names = [name for group in engine._groups for name in group.names]
@@ -209,7 +219,8 @@ def _plan_optimizer(
             plan.restored(part, [name])
             here.pop((found.part, found.name), None)
     for part, name in here:
-        plan.ignored(part, [name])
+        if name in shapes or name not in known:  # another stage takes what is its own
+            plan.ignored(part, [name])
     plan.problems += [f"optimizer: {text}" for text in settings_by_group(engine, reader)[1]]
 
 

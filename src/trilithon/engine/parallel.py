@@ -96,7 +96,7 @@ class Parallel:
             heads = ("tensor", "sequence")  # tensor ranks cut them first, then the exchange does
             share = {"batch": topology.part("data"), "tokens": topology.part(tokens), "heads": topology.part(heads)}
             place_dropouts(model, share)
-        for group in (topology.tensor, topology.sequence):
+        for group in (topology.tensor, topology.sequence, topology.pipe):
             share_stream(group, device)
 
     @property
@@ -113,6 +113,11 @@ class Parallel:
         """Names of parameters of which tensor ranks update different parts."""
         summed = self._cutting.summed if self._cutting is not None else frozenset()
         return frozenset(self.slices) | summed | self._elsewhere
+
+    @property
+    def staged(self) -> bool:
+        """Other ranks hold other layers."""
+        return self._topology.pipe.world_size > 1
 
     @property
     def slices(self) -> dict[str, ParameterSlice]:

@@ -14,6 +14,7 @@ from trilithon.contracts import Precision, Update
 from trilithon.engine.experts import SpreadExperts
 from trilithon.engine.monitor import Monitor
 from trilithon.engine.parallel import Parallel
+from trilithon.engine.pipelined import Pipelined
 from trilithon.engine.topology import Topology
 from trilithon.optim.groups import Group
 from trilithon.optim.learning_rate import LearningRate
@@ -39,4 +40,5 @@ class Parts:
     monitor: Monitor | None = None
     experts: SpreadExperts = field(default_factory=SpreadExperts)
     recompute: Recompute | None = None
+    pipelined: Pipelined | None = None  # the model is a list of layers, on one stage or several
     tiled: bool = False  # linear layers were tiled for this engine, which makes them plain again

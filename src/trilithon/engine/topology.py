@@ -5,6 +5,8 @@ gather    the ranks that hold the same slice of the model (data x sequence): val
 reduce    the same ranks: gradients
 tensor    the ranks that hold the other slices of the same matrices
 sequence  the ranks that hold the other tokens of the same samples
+pipe      the ranks that hold the other layers of the same slice
+alike     the ranks of one stage of a pipeline: what depends on which parameters are here
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from trilithon.comm.collectives import Group
 from trilithon.comm.ledger import Ledger
 from trilithon.comm.mesh import axes_of, make_mesh, own_process_group
+from trilithon.comm.messages import Messages
 from trilithon.comm.watchdog import Watchdog
 from trilithon.config import Config
 from trilithon.config.mesh import AXES, EXPERT_RANKS, REPLICAS, Axes
-from trilithon.engine.capabilities import require_no_pipeline
+from trilithon.engine.capabilities import require_pipeline
 from trilithon.errors import ConfigError
 from trilithon.zero.sharding import Communicators
 
@@ -37,7 +40,8 @@ class Topology:
     make_expert_group: as that, over the ranks among which experts can be shared out.
     make_control: collective, a further group over the ranks of `control` (name). make_writers: as that, for those who
     write a checkpoint: on gloo and without a watchdog, since a disk may take longer than that one waits.
-    process_groups: made for this engine, which ends them.
+    make_tied: collective, a group over the ranks of `gather` of several stages (name, stages).
+    make_messages: collective, messages along the pipe axis (name). process_groups: of this engine, which ends them.
     """
 
     axes: Axes
@@ -45,10 +49,13 @@ class Topology:
     comm: Communicators
     tensor: Group
     sequence: Group
+    pipe: Group
     make_group: Callable[[str, Split | None], Group]
     make_expert_group: Callable[[str, Split | None], Group]
     make_control: Callable[[str], Group]
     make_writers: Callable[[], Group]
+    make_tied: Callable[[str, Sequence[int]], Group]
+    make_messages: Callable[[str], Messages]
     process_groups: list[dist.ProcessGroup] = field(default_factory=list)
 
     @property
@@ -89,7 +96,7 @@ def resolve_axes(settings: Config, mesh: DeviceMesh | None) -> Axes:
                 f"a mesh of {dict(zip(axes.names, axes.sizes))} was passed, but the configuration has mesh="
                 f"{settings.mesh.model_dump(exclude_defaults=True)}; keep one of the two."
             )
-    require_no_pipeline(axes)
+    require_pipeline(axes, settings)
     return axes
 
 
@@ -125,22 +132,42 @@ def make_topology(  # noqa: PLR0917 (called once, by build)
         process_group = own_process_group(mesh, known, settings.comm.timeout_s, backend="gloo")
         return Group(process_group, name="checkpoint")
 
-    comm = Communicators(group("control", known), group("gather", replicas), group("reduce", replicas))
+    alike = group("alike", [name for name in known if name != "pipe"]) if axes.size("pipe") > 1 else None
+    comm = Communicators(group("control", known), group("gather", replicas), group("reduce", replicas), alike)
     place = {name: mesh.get_local_rank(name) if mesh is not None and name in names else 0 for name in AXES}
     if mesh is not None and "data" not in names:
         place["data"] = mesh.get_local_rank()
-    tensor, sequence = (
-        group(name, (name,)) if axes.size(name) > 1 else Group(None, name=name) for name in ("tensor", "sequence")
+    tensor, sequence, pipe = (
+        group(name, (name,)) if axes.size(name) > 1 else Group(None, name=name)
+        for name in ("tensor", "sequence", "pipe")
     )
+
+    def tied(name: str, stages: Sequence[int]) -> Group:
+        def split(ranks: list[int]) -> list[list[int]]:
+            per_stage = len(ranks) // axes.size("pipe")
+            inside = [rank for index, rank in enumerate(ranks) if index // per_stage in stages]
+            return [inside, *([rank] for rank in ranks if rank not in inside)]
+
+        return group(name, ("pipe", *replicas), split)
+
+    def messages(name: str) -> Messages:
+        process_group = own_process_group(mesh, "pipe", settings.comm.timeout_s)
+        assert process_group is not None, "a pipeline has several ranks"
+        made.append(process_group)
+        return Messages(process_group, name=name, ledger=ledger, watchdog=watchdog)
+
     return Topology(
         axes,
         axes.rank(place),
         comm,
         tensor,
         sequence,
+        pipe,
         make_group=lambda name, split: group(name, replicas, split),
         make_expert_group=lambda name, split: group(name, holders, split),
         make_control=lambda name: group(name, known),
         make_writers=writers,
+        make_tied=tied,
+        make_messages=messages,
         process_groups=made,
     )

@@ -20,6 +20,7 @@ from trilithon.checkpoint.payload import bytes_of
 from trilithon.checkpoint.save import Contents
 from trilithon.checkpoint.table import Holding, Span
 from trilithon.contracts import Slice
+from trilithon.engine.across_stages import merged
 from trilithon.engine.coordinates import in_whole, mesh_of, whole_shapes
 from trilithon.engine.random_state import random_states
 from trilithon.version import __version__
@@ -56,7 +57,7 @@ def contents_of(engine: Engine, client_state: Mapping[str, Any] | None, *, froze
         step=engine.steps,
         holdings=holdings,
         views=views_of(engine),
-        aliases=aliases_of(engine.module),
+        aliases=merged(engine, aliases_of(engine.module)),
         shared=shared_state(engine) if frozen else {**shared_state(engine), "without_frozen": True},
         own=own_state(engine, client_state),
         about=about,
@@ -166,19 +167,28 @@ def _without_elements(engine: Engine) -> Iterator[Holding]:
 
 
 def buffer_holdings(engine: Engine) -> Iterator[Holding]:
-    """Persistent buffers, each once however many names it has: those of rank 0, and what differs from them elsewhere.
+    """Persistent buffers, each once however many names it has: those of the first rank that has them (rank 0 without a
+    pipeline), and what differs from them elsewhere.
 
     Running statistics differ between ranks. The other ranks' are of use to the same number of ranks only.
     """
     buffers: dict[int, tuple[str, Tensor]] = {}
     for name, buffer in persistent_buffers(engine.module):
         buffers.setdefault(id(buffer), (name, buffer.detach()))
-    digests = [_digest(buffer) for _, buffer in buffers.values()]
-    leading = engine._sharding.exchange(digests, SAVE)[0]
-    for (name, buffer), mine, first in zip(buffers.values(), digests, leading):
-        if engine.rank == 0 or mine != first:
-            part = f"buffer/{engine.rank}" if engine.rank else "buffer"
+    digests = {name: _digest(buffer) for name, buffer in buffers.values()}
+    everyone = engine._sharding.exchange(digests, SAVE)
+    for name, buffer in buffers.values():
+        leader = next(rank for rank, theirs in enumerate(everyone) if name in theirs)
+        if engine.rank == leader or digests[name] != everyone[leader][name]:
+            part = f"buffer/{engine.rank}" if engine.rank != leader else "buffer"
             yield whole_holding(name, {part: (part, name)}, {part: buffer}, replicated=False)
+
+
+def names_here(engine: Engine) -> set[tuple[str, str]]:
+    """What a checkpoint could hold for this rank, under all names: ("weights" or "buffers", name)."""
+    params = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)} | set(whole_shapes(engine))
+    buffers = {name for name, _ in persistent_buffers(engine.module)}
+    return {("weights", name) for name in params} | {("buffers", name) for name in buffers}
 
 
 def _digest(tensor: Tensor) -> list[str]:
@@ -257,7 +267,7 @@ def views_of(engine: Engine) -> list[Entry]:
         for one in engine._sharding.gradients
         for field in one.unit.layout.fields
     }
-    return [found[name] for name in engine._sharding.names if name in found]
+    return list(merged(engine, {name: found[name] for name in engine._sharding.names if name in found}).values())
 
 
 def aliases_of(module: nn.Module) -> dict[str, str]:
@@ -274,7 +284,7 @@ def aliases_of(module: nn.Module) -> dict[str, str]:
 
 # ---------------------------------------------------------------------------------------------------------- plain data
 def shared_state(engine: Engine) -> dict[str, Any]:
-    """The same on every rank."""
+    """The same on every rank. Collective."""
     return {
         "counters": {
             "steps": engine.steps,
@@ -286,7 +296,10 @@ def shared_state(engine: Engine) -> dict[str, Any]:
         "accumulation": engine.accumulation,
         "mesh": mesh_of(engine),
         "experts": engine._experts.describe(),
-        "groups": [{"names": list(group.names), "settings": _settings(group)} for group in engine._groups],
+        "groups": [
+            {"names": list(merged(engine, dict.fromkeys(group.names))), "settings": _settings(group)}
+            for group in engine._groups
+        ],
         "schedule": engine._rate.state_dict() if engine._groups else None,
         "scaler": engine._precision.state_dict(),
         "seed": engine.config.seed,

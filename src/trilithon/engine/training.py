@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from trilithon.contracts import StepHook, SyncMode
 from trilithon.engine import abandoned, overflow
 from trilithon.engine.applying import make_applying
+from trilithon.engine.feeding import whole_steps
 from trilithon.engine.model_output import loss_of
 from trilithon.engine.parts import Parts
 from trilithon.errors import NonFiniteError, ProtocolError
@@ -30,6 +31,7 @@ from trilithon.optim.clip import agreed_norm, clip_factor
 
 if TYPE_CHECKING:
     from trilithon.engine.checkpointing import Checkpointing
+    from trilithon.engine.pipelined import Pipelined
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class _Window:
     backwards: int = 0
     loss: Tensor | float = 0.0  # [] f64, sum of losses; it stays on the device, so that no backward waits for it
     weight: float | None = None  # sum of weights, once one was given
+    failed: bool = False  # a stage of a pipeline raised, here
 
 
 class Training:
@@ -66,7 +69,7 @@ class Training:
         self._batch, self._sharding, self._update = parts.batch, parts.sharding, parts.update
         self._precision, self._rate, self._groups, self._low = parts.precision, parts.rate, parts.groups, parts.low
         self.mesh, self.slices = parts.topology, parts.parallel.slices
-        self._experts = parts.experts
+        self._experts, self._pipelined = parts.experts, parts.pipelined
         delay = parts.config.offload.delay_after_steps if parts.config.offload.delayed_update else None
         self._applying = make_applying(parts.sharding, parts.update, delay)
         if self._applying is not None:
@@ -107,6 +110,7 @@ class Training:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward. Floating inputs are cast to the parameters' type under bf16 and fp16."""
         self._require_open()
+        self._refuse_stages("engine(...)")
         if torch.is_grad_enabled() and self.module.training:
             self._open_window()
         self._sharding.held_gradients.hide()  # compilers look at param.grad
@@ -139,6 +143,7 @@ class Training:
         accumulation starts again from nothing.
         """
         self._require_open()
+        self._refuse_stages("engine.backward")
         self._check_loss(loss, weight, share)
         self._open_window()
         window = self._window
@@ -174,9 +179,12 @@ class Training:
         lost, self._window, self._window_open = self._window.backwards, _Window(), False
         abandoned.add_notes(error, lost=lost, stage=self._sharding.stage)
 
-    def _check_loss(self, loss: Tensor, weight: object, share: float | None) -> None:
+    def _require_optimizer(self) -> None:
         if self._update is None:
             raise ProtocolError("this engine has no optimizer: pass one to initialize(), or set config.optimizer.")
+
+    def _check_loss(self, loss: Tensor, weight: object, share: float | None) -> None:
+        self._require_optimizer()
         if self._uneven:
             raise ProtocolError("backward inside uneven() would wait for ranks that are done: leave the context first.")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -197,14 +205,27 @@ class Training:
         Raises ProtocolError without a backward, NonFiniteError when the policy says so, TierError when state on disk
         failed (on all ranks; the engine is of no use then).
         """
+        if not self.at_boundary:
+            self._refuse_stages("engine.step")
+        return self._step()
+
+    def _refuse_stages(self, what: str) -> None:
+        if self._pipelined is not None:
+            self._pipelined.refuse(what)
+
+    def _step(self) -> bool:
         self._require_open()
         window, applying = self._window, self._applying
         if applying is None or window.backwards == 0:
             raise ProtocolError("step() without a backward: call engine.backward(loss) first.")
         if not self.at_boundary:
             return False
-        settled = self._sharding.settle([float(window.loss), window.weight or 0.0, self._checkpointing.ended])
+        told = [float(window.loss), window.weight or 0.0, self._checkpointing.ended]
+        settled = self._sharding.settle([*told, float(window.failed)] if self._pipelined is not None else told)
         self._checkpointing.hear(settled.extra[2])
+        if self._pipelined is not None and settled.extra[3]:
+            self._forget_window()
+            self._pipelined.raise_failure(self)
         try:
             scale = self._unscale(settled.extra[1])
         except ProtocolError:
@@ -274,12 +295,18 @@ class Training:
             )
         self._idle |= idle
 
-    def train_step(self, batches: Sequence[Any], forward: Forward | None = None) -> float:
+    def train_step(self, batches: Sequence[Any] | None, forward: Forward | None = None) -> float:
         """One optimizer step over `batches`, one per micro-batch; the mean loss over ranks and micro-batches.
 
         forward(engine, batch) -> loss; without it the batch is passed on (a dict as keywords, a tuple or list as
         arguments) and the output's loss is taken: a scalar, `.loss`, ["loss"], or the first element.
+        In a pipeline a batch is a pair (inputs, labels), and stages that need neither may pass None. Raises
+        ProtocolError on all ranks when one has not all of its data, and what a layer raised, after all were told.
         """
+        if self._pipelined is not None and forward is None:
+            return self._train_stages(self._pipelined, batches)
+        self._refuse_stages("train_step(forward=...)")
+        assert batches is not None, "only stages in the middle of a pipeline have no data"
         if isinstance(batches, Mapping | Tensor):
             raise ProtocolError(
                 f"train_step takes a list of micro-batches and got one {type(batches).__name__}: write "
@@ -295,13 +322,48 @@ class Training:
         assert self.loss is not None
         return self.loss
 
+    def batches(self, loader: Iterable[Any] | None, *, repeat: bool = False) -> Iterator[list[Any]]:
+        """`for batches in engine.batches(loader): engine.train_step(batches)`, which ends on all ranks together.
+
+        Each item is as many micro-batches as a step has; what is left over on some rank is not used. loader: None on
+        ranks without data (stages in the middle of a pipeline). repeat: begin it anew whenever it ends, for ever.
+        Collective. Raises ProtocolError on all ranks when it is to repeat and cannot be begun anew.
+        """
+        return whole_steps(self, loader, repeat=repeat)
+
+    def _train_stages(self, pipelined: Pipelined, batches: Sequence[Any] | None) -> float:
+        self._require_open()
+        self._require_optimizer()
+        if self._window.backwards:
+            raise ProtocolError("train_step after a backward whose step() is missing: call engine.step() first.")
+        try:
+            pipelined.train(self, batches)
+        except BaseException as error:
+            if self._window_open:
+                self._abandon(error)
+            raise
+        self._step()
+        assert self.loss is not None
+        return self.loss
+
     def _forward(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
             return self(**batch)
         return self(*batch) if isinstance(batch, tuple | list) else self(batch)
 
-    def eval_step(self, batch: Any, forward: Forward | None = None) -> Any:
-        """One forward in evaluation mode without gradients; the model's mode is restored."""
+    def eval_step(
+        self, batch: Any, forward: Forward | None = None, *, outputs: bool = False, own_data: bool = False
+    ) -> Any:
+        """One forward in evaluation mode without gradients; the model's mode is restored.
+
+        In a pipeline `batch` is a list of any number of (inputs, labels), and the result is their mean loss on all
+        ranks; with `outputs` it is (mean loss, what the last layer returned for each of them), the latter None but on
+        the last stage, and labels may be None. own_data: the mean over what this rank was given, not over all ranks.
+        """
+        if self._pipelined is not None and forward is None and (self._pipelined.stages > 1 or isinstance(batch, list)):
+            self._require_open()
+            return self._pipelined.evaluate(self, batch, outputs=outputs, own_data=own_data)
+        self._refuse_stages("eval_step(forward=...)")
         self.drain()
         training = self.module.training
         self.module.eval()

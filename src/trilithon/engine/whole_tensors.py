@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trilithon.contracts import Slice
+from trilithon.engine.across_stages import across_stages, merged
 from trilithon.engine.coordinates import Run, in_whole, whole_shapes
 from trilithon.engine.train_state import persistent_buffers
 from trilithon.errors import ProtocolError
@@ -24,22 +25,32 @@ def view(engine: Engine, kind: str, pattern: str) -> Iterator[tuple[str, Tensor]
     sharding, window = engine._sharding, engine._window
     names = [name for name in sharding.names if fnmatch.fnmatchcase(name, pattern)]
     if kind == "grad":
+        engine._refuse_stages('view("grad")')
         total = sharding.settle([window.weight or 0.0]).extra[0] if window.backwards else 0.0
         scale = engine._unscale(total)
         for name, tensor in sharding.full(kind, names):
             yield name, tensor.float().mul(scale) if tensor.dtype != torch.float64 else tensor * scale
         return
-    items = sharding.full(kind, names) if kind in ("param", "master") else field_of(engine, kind, names)
-    for name, tensor in items:
+    if kind not in ("param", "master"):
+        _require_field(engine, kind)
+
+    def items_of(names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        return sharding.full(kind, names) if kind in ("param", "master") else field_of(engine, kind, names)
+
+    for name, tensor in across_stages(engine, items_of, names):
         yield name, tensor.detach().clone()
 
 
-def field_of(engine: Engine, kind: str, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """Collective: one field of the optimizer's state, whole. Raises ProtocolError for a field that it does not keep."""
-    known = set().union(*engine._sharding.exchange(_fields_here(engine), "fields of the optimizer's state"))
-    if kind not in known:  # on all ranks alike; one without a slice cannot tell by itself
-        raise ProtocolError(f"unknown kind '{kind}'; there are 'param', 'grad' and {sorted(known)}")
+def field_of(engine: Engine, kind: str, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Collective: one field of the optimizer's state, whole."""
     return engine._sharding.full_of(lambda unit: _own_part(engine, unit, kind), names)
+
+
+def _require_field(engine: Engine, kind: str) -> None:
+    """Collective. Raises ProtocolError, on all ranks alike, for a field that the optimizer does not keep."""
+    known = set().union(*engine._sharding.exchange(_fields_here(engine), "fields of the optimizer's state"))
+    if kind not in known:  # a rank without a slice cannot tell by itself
+        raise ProtocolError(f"unknown kind '{kind}'; there are 'param', 'grad' and {sorted(known)}")
 
 
 def _fields_here(engine: Engine) -> list[str]:
@@ -69,13 +80,16 @@ def state_dict_on(engine: Engine, rank: int, *, frozen: bool) -> dict[str, Tenso
     trained = {name for group in engine._groups for name in group.names}
     names = [name for name in sharding.names if frozen or name in trained]
     mine = engine.rank == rank
-    whole = {name: tensor.detach().to("cpu", copy=True) for name, tensor in sharding.full("param", names) if mine}
+    items = across_stages(engine, lambda names: sharding.full("param", names), names)
+    whole = {name: tensor.detach().to("cpu", copy=True) for name, tensor in items if mine}
+    first = {id(param): name for name, param in module.named_parameters()}
+    every = {name: first[id(param)] for name, param in module.named_parameters(remove_duplicate=False)}
+    tied = {name: whole[stored] for name, stored in merged(engine, every).items() if stored in whole}
+    buffers = dict(persistent_buffers(module))
+    found = across_stages(engine, lambda names: [(name, buffers[name]) for name in names], list(buffers))
+    kept = {name: buffer.detach().to("cpu", copy=True) for name, buffer in found if mine}
     if not mine:
         return None
-    first = {id(param): name for name, param in module.named_parameters()}
-    every = [(name, first[id(param)]) for name, param in module.named_parameters(remove_duplicate=False)]
-    tied = {name: whole[stored] for name, stored in every if stored in whole}
-    kept = {name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(module)}
     return {**kept, **whole, **tied}
 
 
@@ -87,6 +101,7 @@ def rewrite(engine: Engine, kind: str, name: str, value: Tensor) -> None:
     unscaled) or a field of the optimizer's state. value: of the parameter's shape. Raises ProtocolError for a kind or
     a name that is not there, and for another shape.
     """
+    engine._refuse_stages("writing whole tensors")
     shape = whole_shapes(engine).get(name)
     if shape is None or tuple(value.shape) != shape:
         raise ProtocolError(f"'{name}' has shape {shape}, and the new {kind} has {tuple(value.shape)}.")
@@ -97,6 +112,7 @@ def rewrite(engine: Engine, kind: str, name: str, value: Tensor) -> None:
 @torch.no_grad()
 def rewrite_own(engine: Engine, kind: str, name: str, values: Tensor) -> None:
     """As `rewrite`, but of what this rank holds: flat, as long as `own_part` gives it. Collective below stage 3."""
+    engine._refuse_stages("writing parts of tensors")
     runs = _runs(engine, name)
     sizes = [run.numel for _, run in runs]
     if values.numel() != sum(sizes):
@@ -174,10 +190,14 @@ def _require_kind(kind: str, state: Mapping[str, Tensor]) -> None:
 def ordinary_state_dict(engine: Engine) -> dict[str, Tensor]:
     """Collective: what `module.state_dict()` of an ordinary model would hold; tied names share one tensor."""
     sharding, module = engine._sharding, engine.module
-    whole = {name: tensor.detach().clone() for name, tensor in sharding.full("param", sharding.names)}
+    items = across_stages(engine, lambda names: sharding.full("param", names), sharding.names)
+    whole = {name: tensor.detach().clone() for name, tensor in items}
     first = {id(param): name for name, param in module.named_parameters()}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        if first[id(param)] in whole:  # not a tile, which is part of another name's tensor
-            whole.setdefault(name, whole[first[id(param)]])
+    second = {name: first[id(param)] for name, param in module.named_parameters(remove_duplicate=False)}
+    for name, stored in merged(engine, second).items():
+        if stored in whole:  # not a tile, which is part of another name's tensor
+            whole.setdefault(name, whole[stored])
     kept = {name: buffer.detach().clone() for name, buffer in persistent_buffers(module) if name not in whole}
+    if engine._pipelined is not None:
+        kept = dict(across_stages(engine, lambda names: [(name, kept[name]) for name in names], list(kept)))
     return {**whole, **kept}

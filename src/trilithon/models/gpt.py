@@ -12,6 +12,7 @@ over tensor and sequence ranks it computes the same, dropout included.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from trilithon.models.rotary import Rotary
 from trilithon.models.settings import GPTConfig
 from trilithon.parallel import Dropout, TokenLoss
 from trilithon.parallel.moe import ConvertedBlock, MoE
+from trilithon.parallel.pipeline.layers import Layer, trainable_numel
 from trilithon.parallel.sequence import CutTokens, HeadExchange
 
 # B batch, T tokens, D width of the residual stream, H heads, E channels of one head, V vocabulary
@@ -124,22 +126,54 @@ class GPT(nn.Module):
             plan[f"blocks.{index}.mlp.down"] = "row"
         return plan
 
+    def pipeline_layers(self) -> list[Layer]:
+        """The token embedding, the blocks, and the output matrix with the norm before it."""
+        names = [f"blocks.{index}" for index in range(self.config.num_layers)]
+        return [
+            Layer(self._embed, ("embedding",), "Embedding", trainable_numel(self.embedding)),
+            *(Layer(self._block(n), (name,), "Block", trainable_numel(self.blocks[n])) for n, name in enumerate(names)),
+            Layer(self._predict, ("norm", "head"), "Head", trainable_numel(self.head)),
+        ]
+
+    def pipeline_loss(self, output: Tensor, labels: Tensor) -> Tensor:
+        """output: logits [B, T, V]; labels: [B, T] i64."""
+        out: Tensor = self.loss(output, self.cut(labels))
+        return out
+
+    def _embed(self, tokens_BT: Tensor) -> Tensor:
+        self._require_room(tokens_BT)
+        out: Tensor = self.dropout(self.embedding(self.cut(tokens_BT)))
+        return out
+
+    def _block(self, index: int) -> Callable[[Tensor], Tensor]:
+        def run(x_BTD: Tensor) -> Tensor:
+            out: Tensor = self.blocks[index](x_BTD)
+            return out
+
+        return run
+
+    def _predict(self, x_BTD: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(x_BTD))
+        return out
+
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Logits [B, T, V], or with targets their mean cross entropy [] in fp32 (nats per token).
 
         tokens_BT, targets_BT: [B, T] i64 with T up to the context. Raises ConfigError for longer sequences.
         """
+        x_BTD = self._embed(tokens_BT)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        logits_BTV = self._predict(x_BTD)
+        out: Tensor = self.loss.whole(logits_BTV) if targets_BT is None else self.loss(logits_BTV, self.cut(targets_BT))
+        return out
+
+    def _require_room(self, tokens_BT: Tensor) -> None:
         if tokens_BT.shape[-1] > self.config.context:
             raise ConfigError(
                 f"A sequence of {tokens_BT.shape[-1]} tokens is longer than the model's context of "
                 f"{self.config.context}. Cut it, or build the model with a larger context."
             )
-        x_BTD = self.dropout(self.embedding(self.cut(tokens_BT)))
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
-        logits_BTV = self.head(self.norm(x_BTD))
-        out: Tensor = self.loss.whole(logits_BTV) if targets_BT is None else self.loss(logits_BTV, self.cut(targets_BT))
-        return out
 
     @torch.no_grad()
     def generate(

@@ -23,18 +23,17 @@ import torch
 from torch import Tensor
 
 from trilithon.contracts import ReduceOp, Slice, SyncMode, Tag
-from trilithon.errors import CheckpointError, ProtocolError
+from trilithon.errors import CheckpointError
 from trilithon.kernels import preconditioned_step
 from trilithon.kernels.chunks import read_gradient_
 from trilithon.optim.adam import AdamRule
+from trilithon.optim.compressed_part import CompressedPart, FrozenVariance
 from trilithon.optim.elementwise import Elementwise, Settings, read_updates
 from trilithon.optim.freeze import Freeze
 from trilithon.optim.fused import Fused
 from trilithon.optim.link import Link
-from trilithon.optim.participation import Participation, paired_runs
+from trilithon.optim.participation import paired_runs
 from trilithon.optim.phase import Compression, Phase, blend_, device_of, groups_by_name, preconditioner
-from trilithon.optim.residuals import SavedResiduals, rank_state
-from trilithon.tiers import bytes_by_tier
 
 
 class ApmSqueeze:
@@ -52,17 +51,15 @@ class ApmSqueeze:
         name: str = "apmsqueeze",
     ) -> None:  # fmt: skip
         self.groups, self.name = groups, name
-        self._freeze, self._compression, self._link = freeze, compression, link
+        self._compression, self._link = compression, link
         self._warm = Elementwise(AdamRule(decoupled=True), groups)
         self._group_of = groups_by_name(groups)
-        self._phase: Phase | None = None
         self._uncompressed: Fused | None = None  # gradients of groups that are not frozen
-        self._frozen: Participation | None = None  # the counts at which the variance was frozen
-        self._scaling: dict[str, float] | None = None  # found when it was frozen
-        self._saved = SavedResiduals()
+        self._frozen = FrozenVariance(freeze, groups, device_of(link))
+        self._part = CompressedPart(name, link, groups, compression, self._live)
 
     def sync_mode(self, step: int) -> SyncMode:
-        return SyncMode.LOCAL if self._freeze.over(step) else SyncMode.MEAN
+        return SyncMode.LOCAL if self._frozen.over(step) else SyncMode.MEAN
 
     @torch.no_grad()
     def apply(
@@ -73,28 +70,19 @@ class ApmSqueeze:
         done: Callable[[Slice], None],
         combine: Callable[[Tensor, ReduceOp], Tensor],
     ) -> None:
-        if self._freeze.over(step):
+        if self._frozen.over(step):
             self._compressed_step(step, slices, grad_scale, done)
             return
         self._leave()
         self._warm.apply(step, slices, grad_scale, done, combine)
-        settings = self.groups[0]
-        self._freeze.observe(
-            step, float(settings["betas"][1]), float(settings["lr"]), lambda: self._variance(slices, combine)
-        )
-
-    def _variance(self, slices: Sequence[Slice], combine: Callable[[Tensor, ReduceOp], Tensor]) -> float:
-        total = torch.zeros(1, dtype=torch.float64, device=device_of(self._link))
-        for slice_ in slices:
-            with self.state(slice_) as state:
-                total += state["exp_avg_sq"].sum(dtype=torch.float64)
-        return float(combine(total, ReduceOp.SUM))
+        self._frozen.observe(step, slices, self.state, combine)
 
     # --------------------------------------------------------------------------------------------- the two phases
     def _leave(self) -> None:
         """The warm-up goes on (it was lengthened on resume): what was lost in compression is forgotten."""
-        self._phase = self._uncompressed = self._frozen = self._scaling = None
-        self._saved = SavedResiduals()
+        self._uncompressed = None
+        self._frozen.thaw()
+        self._part.forget()
 
     def _live(self) -> set[str]:
         """Parameters whose gradients are averaged uncompressed."""
@@ -102,23 +90,16 @@ class ApmSqueeze:
 
     def _enter(self, slices: Sequence[Slice]) -> Phase:
         """From here on the variance is fixed. Collective; also after a resume, with what was saved."""
-        if self._link is None:
-            raise ProtocolError(f"{self.name} has no group of ranks to average over; make it through initialize().")
-        live = self._live()
-        self._uncompressed = Fused(self._link.shapes, live, None, self._link.device) if live else None
-        names = set(self._link.shapes) - live
-        phase = Phase.begin(
-            self._link, self.groups, names, self._compression, slices, self.state, self._saved, self._scaling
-        )
-        if self._frozen is None:
-            self._frozen = self._warm.participation.copy()
-        self._scaling, self._phase = phase.exchange.scaling, phase
+        phase, live = self._part.begin(slices, self.state), self._live()
+        if live and self._link is not None:
+            self._uncompressed = Fused(self._link.shapes, live, None, self._link.device)
+        self._frozen.freeze(self._warm.participation)
         return phase
 
     def _compressed_step(
         self, step: int, slices: Sequence[Slice], grad_scale: float, done: Callable[[Slice], None]
     ) -> None:
-        phase = self._phase if self._phase is not None else self._enter(slices)
+        phase = self._part.phase or self._enter(slices)
         self._warm.participation.begin(slices)
         taking_part = self._fill(phase.vector, grad_scale)
         phase.add_rest()
@@ -172,8 +153,8 @@ class ApmSqueeze:
                     blend_(mine, here, beta1, 1.0)
                 else:
                     mine.copy_(here)
-            assert self._frozen is not None
-            for start, stop, updates, frozen in paired_runs(slice_, self._warm.participation, self._frozen):
+            assert self._frozen.counts is not None
+            for start, stop, updates, frozen in paired_runs(slice_, self._warm.participation, self._frozen.counts):
                 span = slice(start, stop)
                 inv_c1, inv_sqrt_c2 = preconditioner(settings, updates, frozen)
                 preconditioned_step(
@@ -192,10 +173,8 @@ class ApmSqueeze:
         return self._warm.state(slice_, write=write)
 
     def state_dict(self) -> dict[str, Any]:
-        frozen = self._frozen.state_dict() if self._frozen is not None else None
-        counts = self._warm.participation.state_dict()
-        own = {"freeze": self._freeze.state_dict(), "frozen": frozen, "scaling": self._scaling}
-        return {"rule": self.name, **counts, **own}
+        own = {**self._frozen.state_dict(), **self._part.state_dict()}
+        return {"rule": self.name, **self._warm.participation.state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Also takes over a run of AdamW, as its warm-up, and a run of another rule of this family."""
@@ -207,38 +186,22 @@ class ApmSqueeze:
         updates = read_updates(state, str(state["rule"]))
         self._leave()
         self._warm.participation.load(updates, state.get("missed", {}))
-        self._freeze.load_state_dict(state.get("freeze", {}))
-        if state.get("frozen") is not None:
-            self._frozen = Participation()
-            self._frozen.load(int(state["frozen"]["updates"]), state["frozen"]["missed"])
-            self._scaling = {str(name): float(value) for name, value in (state.get("scaling") or {}).items()}
+        self._frozen.load_state_dict(state)
+        self._part.load_state_dict(state)
 
     def rank_state(self) -> dict[str, Tensor]:
-        if self._phase is not None:
-            return rank_state(self._phase.exchange.reduce)
-        group = self._link.group if self._link is not None else None
-        return self._saved.pending(self._numel(), group.rank, group.world_size) if group is not None else {}
+        return self._part.rank_state()
 
     def load_rank_state(
         self, state: Mapping[str, Tensor], saved_ranks: Sequence[Mapping[str, Tensor]] | None = None
     ) -> None:
-        self._saved.take(state, saved_ranks, self._numel())
-
-    def _numel(self) -> int:
-        live, shapes = self._live(), self._link.shapes if self._link is not None else {}
-        return sum(size.numel() for name, size in shapes.items() if name not in live)
+        self._part.load_rank_state(state, saved_ranks)
 
     def synchronize(self, slices: Sequence[Slice]) -> bool:
         return False
 
     def bytes(self) -> dict[str, int]:
-        own = [*self.rank_state().values()]
-        if self._phase is not None:
-            own.append(self._phase.vector.flat)
-        found = bytes_by_tier(own)
-        for tier, size in self._warm.bytes().items():
-            found[tier] = found.get(tier, 0) + size
-        return found
+        return self._part.bytes(self._warm.bytes())
 
     def close(self) -> None:
         self._leave()

@@ -25,18 +25,17 @@ from torch import Tensor
 from trilithon.comm.sign import Sign
 from trilithon.config.compressed import OneBitLamb as OneBitLambConfig
 from trilithon.contracts import ReduceOp, Shard, Slice, State, SyncMode
-from trilithon.errors import CheckpointError, ProtocolError
+from trilithon.errors import CheckpointError
 from trilithon.kernels.chunks import chunks, square_root
+from trilithon.optim.compressed_part import CompressedPart, FrozenVariance
 from trilithon.optim.elementwise import Settings, read_updates
 from trilithon.optim.formulas import lamb_ratio
 from trilithon.optim.freeze import Freeze
 from trilithon.optim.lamb import Lamb
 from trilithon.optim.link import Link
-from trilithon.optim.participation import Participation
 from trilithon.optim.phase import Compression, Phase, blend_, device_of, groups_by_name, preconditioner
-from trilithon.optim.residuals import SavedResiduals, rank_state
 from trilithon.optim.tensors import NormTable, Stack
-from trilithon.tiers import ResidentStore, bytes_by_tier, settle
+from trilithon.tiers import ResidentStore, settle
 
 _NAME = "onebit_lamb"
 _FRESH = "exp_avg_sq_fresh"
@@ -96,20 +95,18 @@ class OneBitLamb:
     ) -> None:  # fmt: skip
         self.groups = groups
         self._tensors, self._group_of = NormTable(names, stacks), groups_by_name(groups)
-        self._freeze, self._link = Freeze(section.freeze_step), link
-        self._by = Compression(
+        self._link = link
+        by = Compression(
             Sign(section.scale_norm), auto_mask=section.auto_mask, per_tensor_scaling=section.per_tensor_scaling
         )
         self._warm = Lamb(groups, names, device_of(link), stacks=stacks)
         self._ratios = TrustRatios(section)
         self._fresh = ResidentStore()
-        self._phase: Phase | None = None
-        self._frozen: Participation | None = None
-        self._scaling: dict[str, float] | None = None
-        self._saved = SavedResiduals()
+        self._frozen = FrozenVariance(Freeze(section.freeze_step), groups, device_of(link))
+        self._part = CompressedPart(_NAME, link, groups, by)
 
     def sync_mode(self, step: int) -> SyncMode:
-        return SyncMode.LOCAL if self._freeze.over(step) else SyncMode.MEAN
+        return SyncMode.LOCAL if self._frozen.over(step) else SyncMode.MEAN
 
     def coefficients(self) -> list[float]:
         """What multiplied each tensor's direction in the last step: one for each parameter, one for each expert of a
@@ -125,10 +122,10 @@ class OneBitLamb:
         done: Callable[[Slice], None],
         combine: Callable[[Tensor, ReduceOp], Tensor],
     ) -> None:
-        if self._freeze.over(step):
+        if self._frozen.over(step):
             self._compressed_step(step, slices, grad_scale, done, combine)
             return
-        if self._frozen is not None:  # the warm-up was lengthened: it samples anew, and what was lost is forgotten
+        if self._frozen.counts is not None:  # the warm-up was lengthened: it samples anew, what was lost is forgotten
             self._leave()
         self._warm.apply(step, slices, grad_scale, done, combine)
         idle = slices[0].idle if slices else frozenset()
@@ -138,34 +135,19 @@ class OneBitLamb:
             bounds = {key: float(settings[key]) for key in ("min_ratio", "max_ratio") if key in settings}
             if name not in idle:
                 self._ratios.sample(label, lamb_ratio(weights, direction, **bounds))
-        first = self.groups[0]
-        self._freeze.observe(
-            step, float(first["betas"][1]), float(first["lr"]), lambda: self._variance(slices, combine)
-        )
-
-    def _variance(self, slices: Sequence[Slice], combine: Callable[[Tensor, ReduceOp], Tensor]) -> float:
-        total = torch.zeros(1, dtype=torch.float64, device=device_of(self._link))
-        for slice_ in slices:
-            with self.state(slice_) as state:
-                total += state["exp_avg_sq"].sum(dtype=torch.float64)
-        return float(combine(total, ReduceOp.SUM))
+        self._frozen.observe(step, slices, self.state, combine)
 
     # -------------------------------------------------------------------------------------------- compressed phase
     def _leave(self) -> None:
-        self._phase = self._frozen = self._scaling = None
-        self._saved = SavedResiduals()
+        self._frozen.thaw()
+        self._part.forget()
         self._ratios.forget()
         self._fresh.close()
 
     def _enter(self, slices: Sequence[Slice]) -> Phase:
         """From here on the variance is fixed. Collective; also after a resume, with what was saved."""
-        if self._link is None:
-            raise ProtocolError(f"{_NAME} has no group of ranks to average over; make it through initialize().")
-        names = set(self._link.shapes)
-        phase = Phase.begin(self._link, self.groups, names, self._by, slices, self.state, self._saved, self._scaling)
-        if self._frozen is None:
-            self._frozen = self._warm.participation.copy()
-        self._scaling, self._phase = phase.exchange.scaling, phase
+        phase = self._part.begin(slices, self.state)
+        self._frozen.freeze(self._warm.participation)
         return phase
 
     def _compressed_step(
@@ -176,7 +158,7 @@ class OneBitLamb:
         done: Callable[[Slice], None],
         combine: Callable[[Tensor, ReduceOp], Tensor],
     ) -> None:
-        phase = self._phase if self._phase is not None else self._enter(slices)
+        phase = self._part.phase or self._enter(slices)
         assert self._link is not None
         self._warm.participation.begin(slices)
         taking_part = set()
@@ -238,7 +220,7 @@ class OneBitLamb:
     ) -> Iterator[tuple[int, Shard, slice, Tensor, Tensor]]:
         """Cache-sized parts of tensors: (row, shard, place in the slice, m / (sqrt(v) + eps), direction with decay)."""
         settings = self.groups[slice_.group]
-        decay, frozen = float(settings.get("weight_decay", 0.0)), self._frozen
+        decay, frozen = float(settings.get("weight_decay", 0.0)), self._frozen.counts
         assert frozen is not None
         moving = (one for one in slice_.shards if one.name not in slice_.idle)
         for shard, (row, start, stop) in ((one, part) for one in moving for part in self._tensors.parts(one)):
@@ -254,7 +236,7 @@ class OneBitLamb:
     def _largest_ratio(
         self, slice_: Slice, state: Mapping[str, Tensor], phase: Phase, shard: Shard, part: slice
     ) -> float:
-        settings, frozen = self.groups[slice_.group], self._frozen
+        settings, frozen = self.groups[slice_.group], self._frozen.counts
         assert frozen is not None
         eps, roots = float(settings["eps"]), []
         for name, count in (("exp_avg_sq", frozen), (_FRESH, self._warm.participation)):
@@ -271,7 +253,7 @@ class OneBitLamb:
     @contextmanager
     def state(self, slice_: Slice, *, write: bool = False) -> Iterator[Mapping[str, Tensor]]:
         with self._warm.state(slice_, write=write) as state:
-            if self._frozen is None and self._phase is None:
+            if self._frozen.counts is None and self._part.phase is None:
                 yield state
                 return
 
@@ -282,8 +264,7 @@ class OneBitLamb:
                 yield {**state, **fresh}
 
     def state_dict(self) -> dict[str, Any]:
-        frozen = self._frozen.state_dict() if self._frozen is not None else None
-        own = {"freeze": self._freeze.state_dict(), "frozen": frozen, "scaling": self._scaling}
+        own = {**self._frozen.state_dict(), **self._part.state_dict()}
         return {"rule": _NAME, **self._warm.participation.state_dict(), **own, "ratios": self._ratios.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -296,39 +277,23 @@ class OneBitLamb:
         updates = read_updates(state, str(state["rule"]))
         self._leave()
         self._warm.participation.load(updates, state.get("missed", {}))
-        self._freeze.load_state_dict(state.get("freeze", {}))
+        self._frozen.load_state_dict(state)
+        self._part.load_state_dict(state)
         self._ratios.load_state_dict(state.get("ratios", {}))
-        if state.get("frozen") is not None:
-            self._frozen = Participation()
-            self._frozen.load(int(state["frozen"]["updates"]), state["frozen"]["missed"])
-            self._scaling = {str(name): float(value) for name, value in (state.get("scaling") or {}).items()}
 
     def rank_state(self) -> dict[str, Tensor]:
-        if self._phase is not None:
-            return rank_state(self._phase.exchange.reduce)
-        group = self._link.group if self._link is not None else None
-        return self._saved.pending(self._numel(), group.rank, group.world_size) if group is not None else {}
+        return self._part.rank_state()
 
     def load_rank_state(
         self, state: Mapping[str, Tensor], saved_ranks: Sequence[Mapping[str, Tensor]] | None = None
     ) -> None:
-        self._saved.take(state, saved_ranks, self._numel())
-
-    def _numel(self) -> int:
-        return sum(size.numel() for size in self._link.shapes.values()) if self._link is not None else 0
+        self._part.load_rank_state(state, saved_ranks)
 
     def synchronize(self, slices: Sequence[Slice]) -> bool:
         return False
 
     def bytes(self) -> dict[str, int]:
-        own = [*self.rank_state().values()]
-        if self._phase is not None:
-            own.append(self._phase.vector.flat)
-        found = bytes_by_tier(own)
-        for kept in (self._warm.bytes(), self._fresh.bytes()):
-            for tier, size in kept.items():
-                found[tier] = found.get(tier, 0) + size
-        return found
+        return self._part.bytes(self._warm.bytes(), self._fresh.bytes())
 
     def close(self) -> None:
         self._leave()

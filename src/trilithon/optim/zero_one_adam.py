@@ -27,13 +27,13 @@ from trilithon.contracts import ReduceOp, Slice, State, SyncMode
 from trilithon.errors import CheckpointError, ProtocolError
 from trilithon.kernels import adam_step, preconditioned_step
 from trilithon.kernels.chunks import read_gradient_
+from trilithon.optim.compressed_part import CompressedPart
 from trilithon.optim.elementwise import Settings, read_updates
 from trilithon.optim.link import Link
 from trilithon.optim.participation import Participation, paired_runs
 from trilithon.optim.phase import Compression, Phase, blend_, groups_by_name, preconditioner
-from trilithon.optim.residuals import SavedResiduals, rank_state
 from trilithon.optim.zero_one_policy import Policy, PolicySettings
-from trilithon.tiers import ResidentStore, bytes_by_tier, filled, settle
+from trilithon.tiers import ResidentStore, filled, settle
 
 _NAME = "zero_one_adam"
 
@@ -65,13 +65,11 @@ class ZeroOneAdam:
             auto_mask=section.auto_mask,
             per_tensor_scaling=section.per_tensor_scaling,
         )
-        self._scaling: dict[str, float] | None = None  # of this phase, once it has begun
+        self._part = CompressedPart(_NAME, link, groups, self._by)
         self._moments, self._agreed = ResidentStore(), ResidentStore()
         self._updates, self._refreshes = Participation(), Participation()  # of the first and the second moment
-        self._phase: Phase | None = None
         self._phase_is_frozen = self._mask_is_old = False
         self._moved: dict[str, float] = {}  # by parameter: sum of rates since ranks last agreed
-        self._saved = SavedResiduals()
 
     def sync_mode(self, step: int) -> SyncMode:
         return SyncMode.MEAN if self.policy.full(step) else SyncMode.LOCAL
@@ -134,18 +132,15 @@ class ZeroOneAdam:
             raise ProtocolError(f"{_NAME} needs ranks that hold whole state; make it through initialize() at stage 0.")
         frozen = self.policy.frozen(step)
         if frozen != self._phase_is_frozen:
-            self._phase, self._saved, self._scaling = None, SavedResiduals(), None
-        if self._phase is None:
-            names = set(self._link.shapes)
-            self._phase = Phase.begin(
-                self._link, self.groups, names, self._by, slices, self.state, self._saved, self._scaling
-            )
-            self._scaling = self._phase.exchange.scaling
+            self._part.forget()
+        phase = self._part.phase
+        if phase is None:
+            phase = self._part.begin(slices, self.state)
             self._phase_is_frozen, self._mask_is_old = frozen, False
         if self._mask_is_old:  # the variance of some element may have become positive
-            self._phase.mask(self._link, self.groups, self._by, slices, self.state)
+            phase.mask(self._link, self.groups, self._by, slices, self.state)
             self._mask_is_old = False
-        return self._phase
+        return phase
 
     def _onebit_step(self, phase: Phase, slices: Sequence[Slice], grad_scale: float, step: int) -> None:
         assert self._link is not None
@@ -244,9 +239,9 @@ class ZeroOneAdam:
 
     @torch.no_grad()
     def synchronize(self, slices: Sequence[Slice]) -> bool:
-        if self.policy.since_sync == 0 or self._phase is None:
+        if self.policy.since_sync == 0 or self._part.phase is None:
             return False
-        self._agree(self._phase, slices, -1)
+        self._agree(self._part.phase, slices, -1)
         return True
 
     def _beta1(self, slice_: Slice) -> float:
@@ -275,7 +270,7 @@ class ZeroOneAdam:
         if self.policy.since_sync:
             raise ProtocolError("ranks have moved on their own since they last agreed; call engine.drain() first")
         refreshes = self._refreshes.state_dict()
-        own = {"refreshes": refreshes, "policy": self.policy.state_dict(), "scaling": self._scaling}
+        own = {"refreshes": refreshes, "policy": self.policy.state_dict(), **self._part.state_dict()}
         return {"rule": _NAME, **self._updates.state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -290,37 +285,23 @@ class ZeroOneAdam:
         refreshes = state.get("refreshes", state)
         self._refreshes.load(int(refreshes["updates"]), refreshes.get("missed", {}))
         self.policy.load_state_dict(state.get("policy", {}))
-        self._phase, self._moved, self._saved = None, {}, SavedResiduals()
+        self._moved = {}
         self._phase_is_frozen = self.policy.frozen(updates)
-        scaling = state.get("scaling")
-        self._scaling = {str(name): float(value) for name, value in scaling.items()} if scaling is not None else None
+        self._part.load_state_dict(state)
 
     def rank_state(self) -> dict[str, Tensor]:
-        if self._phase is not None:
-            return rank_state(self._phase.exchange.reduce)
-        group = self._link.group if self._link is not None else None
-        return self._saved.pending(self._numel(), group.rank, group.world_size) if group is not None else {}
+        return self._part.rank_state()
 
     def load_rank_state(
         self, state: Mapping[str, Tensor], saved_ranks: Sequence[Mapping[str, Tensor]] | None = None
     ) -> None:
-        self._saved.take(state, saved_ranks, self._numel())
-
-    def _numel(self) -> int:
-        return sum(size.numel() for size in self._link.shapes.values()) if self._link is not None else 0
+        self._part.load_rank_state(state, saved_ranks)
 
     def bytes(self) -> dict[str, int]:
-        own = [*self.rank_state().values()]
-        if self._phase is not None:
-            own.append(self._phase.vector.flat)
-        found = bytes_by_tier(own)
-        for kept in (self._moments.bytes(), self._agreed.bytes()):
-            for tier, size in kept.items():
-                found[tier] = found.get(tier, 0) + size
-        return found
+        return self._part.bytes(self._moments.bytes(), self._agreed.bytes())
 
     def close(self) -> None:
-        self._phase = None
+        self._part.forget()
         self._moments.close()
         self._agreed.close()
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 import trilithon
 from trilithon import zero
@@ -71,6 +71,7 @@ class _Job:
         axes = config.engine.mesh.axes(self.agreement.world_size)
         # ranks that share a batch: those of one data rank
         self.data_rank, self.data_size = axes.index("data", self.agreement.rank), axes.size("data")
+        self.stages = axes.size("pipe")
         self.restarts = self.agreement.largest(int(os.environ.get(RESTARTS, "0")), "pretrain.restarts")
         self.start = self.agreement.on_first_rank(
             lambda: find_start(config.run, restarted=self.restarts > 0), "pretrain.folder"
@@ -196,8 +197,9 @@ class _Job:
             agreement=agreement,
             monitor=monitor,
             display=display,
+            forward=None if self.stages > 1 else call_with_targets,
             validate=lambda: held_out_loss(
-                lambda inputs, targets: engine.eval_step((inputs, targets), call_with_targets),
+                lambda inputs, targets: self._loss(engine, inputs, targets),
                 self.held_out,
                 agreement,
                 part=(self.data_rank, self.data_size),
@@ -222,6 +224,12 @@ class _Job:
             load=lambda: load_report(engine.module),
         )
 
+    def _loss(self, engine: Engine, inputs: Tensor, targets: Tensor) -> Any:
+        """Of a batch in evaluation, on this rank's data."""
+        if self.stages > 1:
+            return engine.eval_step([(inputs, targets)], own_data=True)
+        return engine.eval_step((inputs, targets), call_with_targets)
+
     def _about(self, step: int) -> dict[str, Any]:
         """What a checkpoint of this run says about it."""
         batch, ranks = self.batch, self.data_size
@@ -231,7 +239,7 @@ class _Job:
     def _report(self, engine: Engine, loop: TrainLoop) -> Report:
         run, manifest = self.config.run, self.corpus.manifest
         sample = ""
-        if run.sample_tokens and not loop.stopped_by:
+        if run.sample_tokens and not loop.stopped_by and self.stages == 1:  # a stage cannot write text by itself
             sample = sample_text(
                 cast(GPT, engine.module),
                 self.corpus,
@@ -267,12 +275,19 @@ class _Job:
                 weights[name] = whole.cpu()
 
         def write() -> None:
-            save_model(self.out, with_tied_names(weights, engine.module), self.shape, self.corpus.tokenizer)
+            save_model(self.out, with_tied_names(weights, self._whole(engine)), self.shape, self.corpus.tokenizer)
             draw_curve(loop.history, report.unigram_entropy, self.out / CURVE)
             if report.sample:
                 write_whole(self.out / SAMPLE, lambda stream: stream.write(report.sample.encode()))
 
         self.agreement.on_first_rank(write, "pretrain.results")
+
+    def _whole(self, engine: Engine) -> nn.Module:
+        """A model with all names, of which no values are read."""
+        if self.stages == 1:
+            return engine.module
+        with torch.device("meta"):
+            return GPT(self.shape)
 
     def _closing(self, loop: TrainLoop) -> str:
         if not loop.stopped_by:

@@ -70,6 +70,7 @@ class TrainLoop:
     eval_every: int  # 0: not inside the loop
     show_every: int
     saver: Saver
+    forward: Callable[[Any, Any], Any] | None = None  # of a micro-batch; None: stages of a pipeline know themselves
     load: Callable[[], Mapping[str, float]] = dict  # of the experts in the last forward, if there are any
     history: History = field(default_factory=History)
     seconds: float = 0.0  # of training, without evaluations
@@ -127,7 +128,7 @@ class TrainLoop:
     def _train_step(self, batches: Sequence[Any]) -> float:
         """One step, also if a save in the background turns out to have failed: that is told before the update."""
         try:
-            return self.engine.train_step(batches, call_with_targets)
+            return self.engine.train_step(batches, self.forward)
         except CheckpointError as error:  # on all ranks alike
             self.saver.failed(error)
         self.engine.step()

@@ -26,10 +26,13 @@ class Agreement:
     """Every method is collective: all ranks call it with as many values and the same `what`, which names it."""
 
     def __init__(
-        self, control: Collectives, device: torch.device, plain: Callable[[list[str]], list[str]] = list
-    ) -> None:
-        """plain: from the names of parameters to those in the plain model (a weight in tiles is one weight)."""
+        self, control: Collectives, device: torch.device, plain: Callable[[list[str]], list[str]] = list,
+        every: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
+        """plain: from the names of parameters to those in the plain model (a weight in tiles is one weight).
+        every: the names of trained parameters on all ranks, when ranks hold different ones."""
         self._control, self._device, self._plain = control, device, plain
+        self._place = {name: index for index, name in enumerate(every)} if every is not None else None
         self.step = -1  # for tags
 
     def sum(self, numbers: Sequence[float], what: str) -> list[float]:
@@ -54,7 +57,12 @@ class Agreement:
     def idle(self, gradients: Sequence[UnitGradients]) -> frozenset[str]:
         """The parameters that got no gradient on any rank in this window."""
         names = [field.name for one in gradients for field in one.unit.layout.fields]
-        used = self.any_rank([here for one in gradients for here in one.used], "unused parameters")
+        flags = [here for one in gradients for here in one.used]
+        if self._place is not None:  # what another stage holds was not used here
+            here = dict(zip(names, flags, strict=True))
+            names = list(self._place)
+            flags = [here.get(name, False) for name in names]
+        used = self.any_rank(flags, "unused parameters")
         return frozenset(self._plain([name for name, here in zip(names, used, strict=True) if not here]))
 
     def exchange(self, value: Any, what: str) -> list[Any]:

@@ -13,16 +13,19 @@ from trilithon.zero.reduction import ReductionQueue
 class AveragedGradients:
     """The reduced gradients of all trainable units; the counterpart of `local.LocalGradients`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 (made once, by the sharding)
         self,
         gradients: Sequence[UnitGradients],
         agree: Agreement,
         reductions: ReductionQueue,
         places: Places,
         require_rest: Callable[[str], None],
+        alike: Agreement,
     ) -> None:
-        """require_rest(what): raises on all ranks alike if what rests off the device has failed on one."""
+        """require_rest(what): raises on all ranks alike if what rests off the device has failed on one. alike: over the
+        ranks that hold the same units."""
         self._gradients, self._agree, self._queue, self._places = gradients, agree, reductions, places
+        self._alike = alike
         self._require_rest = require_rest
 
     def settle(self, extra: Sequence[float], step: int, micro_step: int) -> Settled:
@@ -32,7 +35,7 @@ class AveragedGradients:
         numbers = [self._squared_norm(), float(sum(missing)), self._count_dirty(), *extra]
         agreed = self._agree.sum(numbers, "gradient norm")
         if agreed[2] > 0:
-            dirty = self._agree.any_rank([g.dirty or not g.reduced for g in self._gradients], "late gradients")
+            dirty = self._alike.any_rank([g.dirty or not g.reduced for g in self._gradients], "late gradients")
             self._queue.flush_late([index for index, late in enumerate(dirty) if late])
             self._require_rest("keeping gradients off the device")
             agreed[0] = self._agree.sum([self._squared_norm()], "gradient norm")[0]

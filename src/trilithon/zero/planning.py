@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from trilithon.config import ZeroConfig
+from trilithon.contracts import Collectives, Tag
 from trilithon.zero import grouping
 from trilithon.zero.grouping import Entry, UnitPlan
 from trilithon.zero.layout import FlatLayout
+from trilithon.zero.residency import GatherOnUse
 from trilithon.zero.resting import UnitSize
 from trilithon.zero.unit import Unit
 
@@ -57,3 +60,31 @@ def prefetch_numel(units: Sequence[Unit], settings: ZeroConfig) -> int:
     if settings.prefetch_numel is not None:
         return settings.prefetch_numel
     return max((unit.layout.padded for unit in units if not unit.whole_values), default=0)
+
+
+def gather_on_use(
+    model: nn.Module, names: Mapping[Unit, str], settings: ZeroConfig, comm: Collectives, *, fallible: bool
+) -> GatherOnUse:
+    """names: of the module of each unit, in order. fallible: values rest where reading can fail."""
+    modules = dict(model.named_modules())
+    owners: dict[str, tuple[nn.Module, list[Unit]]] = {"": (model, [])}
+    for unit, name in names.items():
+        if not unit.whole_values:
+            owners.setdefault(name, (modules[name], []))[1].append(unit)
+    patterns = settings.keep_gathered
+    return GatherOnUse(
+        owners,
+        comm,
+        prefetch_numel=prefetch_numel(list(names), settings),
+        max_live_numel=settings.max_live_numel,
+        fallible=fallible,
+        keep=lambda name: (
+            not settings.reshard_after_forward or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+        ),
+    )
+
+
+def every_name(names: Sequence[str], control: Collectives) -> list[str]:
+    """Collective: the names that any rank has, those of the first ranks first."""
+    told = control.all_gather_object(list(names), Tag("names of parameters"))
+    return list(dict.fromkeys(name for theirs in told for name in theirs))

@@ -12,7 +12,6 @@ results do not depend on stage, bucket size or overlap. (Rajbhandari et al. 2020
 
 from __future__ import annotations
 
-import fnmatch
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -42,7 +41,7 @@ from trilithon.zero.masters import Masters, Placement
 from trilithon.zero.materialize import initial_values, refuse_unready
 from trilithon.zero.publishing import Publishing
 from trilithon.zero.reduction import ReductionQueue
-from trilithon.zero.residency import GatherOnUse, in_backward
+from trilithon.zero.residency import in_backward
 from trilithon.zero.resting import Opened, OpenStores, Resting
 from trilithon.zero.sharded_parameter import forget_owner, set_owner
 from trilithon.zero.terms import Communicators, Precisions
@@ -88,22 +87,31 @@ class ZeroSharding:
         self._resting = open_stores(sizes) if open_stores is not None else Resting()
         self._failure: TierError | None = None  # of what rests, when it was last used
         self.gives_back = True  # whether the values are there to be given back; the same on all ranks
+        self._module_of_unit: dict[Unit, str] = {}
         self.units = [self._make_unit(plan, layout, index) for index, (plan, layout) in enumerate(plans)]
         self._replicate_frozen()
         trainable = [unit for unit in self.units if unit.trainable]
         self._gradients = [self._make_gradients(unit) for unit in trainable]
-        self._queue = ReductionQueue(self._gradients, comm.control, overlap=settings.overlap, may_block=self.stage < 3)
-        self._residency = self._make_residency(model, settings) if self.stage == 3 else None
-        self._agree = Agreement(comm.control, device, self._joining.plain)
+        alike, may_block = comm.alike or comm.control, self.stage < 3
+        self._queue = ReductionQueue(self._gradients, alike, overlap=settings.overlap, may_block=may_block)
+        self._residency = None
+        if self.stage == 3:
+            group = comm.control if self._places.several else comm.gather
+            fallible = self._resting.fallible
+            self._residency = planning.gather_on_use(model, self._module_of_unit, settings, group, fallible=fallible)
+        own = [field.name for unit in trainable for field in unit.layout.fields]
+        self._every = planning.every_name(own, comm.control) if comm.alike is not None else own
+        self._agree = Agreement(comm.control, device, self._joining.plain, self._every if comm.alike else None)
+        self._alike = self._agree if comm.alike is None else Agreement(comm.alike, device, self._joining.plain)
         self.local = LocalGradients(self._gradients, self._agree, self.world_size)
         self._averaged = AveragedGradients(
             self._gradients, self._agree, self._queue, self._places,
-            lambda what: self.raise_together(self._rest_failure(), what),
+            lambda what: self.raise_together(self._rest_failure(), what), self._alike,
         )  # fmt: skip
         self.before_hold: Callable[[], None] = lambda: None  # what has to happen before values are read or rewritten
         self._fallible = self._resting.fallible or (placement is not None and placement.fallible)
         self._holding = Holding(
-            self.units, self._outside, comm.control, self._residency, self._agree.any_rank, self._take_over,
+            self.units, self._outside, comm.control, self._residency, self._alike.any_rank, self._take_over,
             self._places.writer_of,
         )  # fmt: skip
         for entry in self.entries:
@@ -139,7 +147,7 @@ class ZeroSharding:
             whole_values=plan.whole,
             rest=None if plan.whole else self._resting.values,
         )
-        self._module_of_unit = {**getattr(self, "_module_of_unit", {}), unit: plan.module}
+        self._module_of_unit[unit] = plan.module
         self._places.of_unit[unit] = replicas
         self._masters.adopt(unit, initial_values(unit, replicas.gather, self._device))
         return unit
@@ -155,25 +163,6 @@ class ZeroSharding:
             wire=self._precisions.wire or unit.dtype,
             accumulate=self._precisions.accumulate or unit.dtype,
             rest=None if unit.whole_values else self._resting.gradients,
-        )
-
-    def _make_residency(self, model: nn.Module, settings: ZeroConfig) -> GatherOnUse:
-        modules = dict(model.named_modules())
-        owners: dict[str, tuple[nn.Module, list[Unit]]] = {"": (model, [])}
-        for unit in self.units:
-            if not unit.whole_values:
-                name = self._module_of_unit[unit]
-                owners.setdefault(name, (modules[name], []))[1].append(unit)
-        patterns = settings.keep_gathered
-        return GatherOnUse(
-            owners,
-            self._comm.control if self._places.several else self._comm.gather,
-            prefetch_numel=planning.prefetch_numel(self.units, settings),
-            max_live_numel=settings.max_live_numel,
-            fallible=self._resting.fallible,
-            keep=lambda name: (
-                not settings.reshard_after_forward or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-            ),
         )
 
     def _replicate_frozen(self) -> None:
@@ -204,7 +193,7 @@ class ZeroSharding:
             )
         self._refuse_unfrozen()
         self._sync = sync
-        self._step = self._agree.step = step
+        self._step = self._agree.step = self._alike.step = step
         self._micro = -1
         if self._residency is not None:
             self._residency.begin_step(step, 0)
@@ -228,6 +217,11 @@ class ZeroSharding:
         self._micro += 1
         self._deferred = True
         self._begin_backward(reduce=False)
+
+    def reduce_window(self) -> None:
+        """Collective: reduce what backwards without sync have left on this rank, all of it at once and in order."""
+        self.micro_step(last=True)
+        self.finish_backward()
 
     def _begin_backward(self, *, reduce: bool) -> None:
         if self._abandoned:  # only now: while the exception was on its way, waiting for other ranks would hide it
@@ -300,6 +294,10 @@ class ZeroSharding:
         """Collective: one small value from every rank, in rank order."""
         return self._agree.exchange(value, what)
 
+    def sum(self, numbers: Sequence[float], what: str) -> list[float]:
+        """Collective: a few numbers, summed over ranks."""
+        return self._agree.sum(numbers, what)
+
     def non_finite_here(self) -> list[str]:
         """Parameters whose gradient was not finite on this rank before it was reduced."""
         return [name for gradients in self._gradients for name in gradients.non_finite]
@@ -354,7 +352,7 @@ class ZeroSharding:
     def reopen_window(self, step: int, backwards: int, described: Mapping[str, Any]) -> None:
         """Stand where `backwards` micro-steps of a window have run; their gradients are filled in by the caller."""
         self._abandoned, self._window_open, self._micro = False, True, backwards - 1
-        self._step = self._agree.step = step
+        self._step = self._agree.step = self._alike.step = step
         window.reopen(self._gradients, described)
 
     def forget_window(self) -> None:
@@ -370,7 +368,8 @@ class ZeroSharding:
 
     @property
     def trainable_names(self) -> list[str]:
-        return self._joining.plain(f.name for gradients in self._gradients for f in gradients.unit.layout.fields)
+        """Of all ranks, in the same order on each of them."""
+        return self._joining.plain(self._every)
 
     @property
     def keeps_local(self) -> bool:
@@ -400,12 +399,12 @@ class ZeroSharding:
         """Collective. own_of(unit): this rank's [own] part of something laid out as the unit, None to leave it out."""
         yield from self._whole.of(own_of, names, self._step)
 
-    def raise_together(self, error: TierError | None, what: str) -> None:
+    def raise_together(self, error: TierError | None, what: str, agree: Agreement | None = None) -> None:
         """If this rank or another one has an error, all raise it. Collective if state is on disk, else nothing."""
         error = error or self._failure
         try:
             if self._fallible:
-                self._agree.raise_together(error, what)
+                (agree or self._agree).raise_together(error, what)
             elif error is not None:
                 raise error
         except TierError:
@@ -421,7 +420,7 @@ class ZeroSharding:
             found = action()
         except TierError as caught:
             error = caught
-        self.raise_together(error, what)
+        self.raise_together(error, what, self._alike)
         return cast(T, found)
 
     def _take_over(self, places: Sequence[tuple[Unit, int]]) -> None:

@@ -11,11 +11,15 @@ from trilithon.contracts import Collectives
 
 @dataclass(frozen=True, slots=True)
 class Communicators:
-    """Three groups over the same ranks, since gathers, reductions and agreements may be in flight together."""
+    """Groups for what may be in flight together: agreements, gathers of values, and reductions of gradients.
+
+    alike: for agreements about what only the ranks of one pipeline stage hold; None where all ranks hold the same.
+    """
 
     control: Collectives
     gather: Collectives
     reduce: Collectives
+    alike: Collectives | None = None
 
 
 @dataclass(frozen=True, slots=True)

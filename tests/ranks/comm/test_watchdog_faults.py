@@ -18,9 +18,11 @@ from trilithon.comm.mesh import rendezvous_store
 from trilithon.comm.watchdog import EXIT_STATUS, Watchdog
 from trilithon.contracts import Tag
 from trilithon.testing import run_ranks_raw
+from warm_python import python
 
 LIMIT_S = 2.0
 WORLD_SIZE = 3
+BUSY_S = 15  # what a machine may add that is busy with other things
 
 
 class PlantedError(Exception):
@@ -85,7 +87,7 @@ def as_a_program(fault, limit_s=LIMIT_S):
 
 def ends_of(fault, limit_s=LIMIT_S):
     """Exit statuses, what was said, and seconds from the first rank's third step until every rank has ended."""
-    results = run_ranks_raw(as_a_program, WORLD_SIZE, fault, limit_s, timeout_s=30)
+    results = run_ranks_raw(as_a_program, WORLD_SIZE, fault, limit_s, timeout_s=60)
     said = "".join(result.output for result in results)
     began = min(float(at) for at in re.findall(r"third step at ([0-9.]+)", said))
     return [result.exit_code for result in results], said, time.monotonic() - began
@@ -115,7 +117,7 @@ def test_a_planted_fault_is_named_once_and_every_rank_ends(fault, missing, cause
     assert missing in said
     assert cause in said
     # the limit, 1 s until an idle rank looks, 2.5 s for the answer of a rank that is gone; the rest is for ending
-    assert seconds < LIMIT_S + 5
+    assert seconds < LIMIT_S + 3.5 + BUSY_S
 
 
 def test_without_a_fault_nobody_is_accused():
@@ -128,7 +130,7 @@ def test_calls_that_differ_do_not_wait_for_a_long_limit():
     statuses, said, seconds = ends_of("skips", limit_s=600.0)
     assert statuses == [EXIT_STATUS] * 3
     assert SECOND in said
-    assert seconds < 7
+    assert seconds < 3.5 + BUSY_S
 
 
 def test_under_torchrun_the_rank_that_raised_is_the_root_cause(tmp_path):
@@ -151,7 +153,7 @@ def test_under_torchrun_the_rank_that_raised_is_the_root_cause(tmp_path):
             """
         )
     )
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    launch = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     ended = subprocess.run(launch, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode != 0
     assert "missing: rank 1, in all_gather for module net (net.weight)" in ended.stderr

@@ -76,11 +76,11 @@ def test_a_round_applies_the_mean_of_what_ranks_did(world_size):
                 here = momenta[name].reshape(-1)
                 here.mul_(0.9).add_(0.1 * grad).mul_((variance[name].reshape(-1) != 0).double())
                 total[name] = total[name] + rate * here
-        vector = update._phase.vector
+        vector = update._part.phase.vector
         sent = {}
         for name in start:
             kept = vector.view(name, update.rank_state()["residual"][: vector.numel]).double()
-            chunk = update._phase.exchange.reduce.server_residual
+            chunk = update._part.phase.exchange.reduce.server_residual
             servers = vector.view(name, torch.cat(everyones(chunk))[: vector.numel]).double()
             mine = torch.as_tensor(total[name]) - kept
             sent[name] = sum(everyones(mine)) / world_size - servers

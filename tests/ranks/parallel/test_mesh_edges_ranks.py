@@ -88,7 +88,7 @@ def test_what_does_not_fit_the_mesh_is_refused_with_a_way_out(world_size):
     three = GPTConfig(vocab_size=61, context=8, num_layers=1, width=12, num_heads=3)
     assert "num_heads=3 does not split over 2 tensor ranks" in refusal(GPT(three), {"tensor": 2})
     assert "no CutTokens and no HeadExchange and no TokenLoss" in refusal(HeadNorms(), {"sequence": 2})
-    assert "does not run pipelines" in refusal(make("gpt"), {"pipe": 2})
+    assert "Use zero.stage 0, 1 or 2 inside" in refusal(make("gpt"), {"pipe": 2}, zero={"stage": 3})
     assert "mesh.tensor=3 does not divide 2 ranks" in refusal(make("gpt"), {"tensor": 3})
     plan = {"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}
     wrong = {"plan": plan, "cut_norms": True}

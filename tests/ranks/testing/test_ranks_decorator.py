@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trilithon.testing import ranks
+from warm_python import python
 
 
 @ranks(1, 2, 3)
@@ -58,6 +59,7 @@ def test_no_world_size_or_a_method_is_refused_at_decoration():
 FAILING = """
 import torch.distributed as dist
 from trilithon.testing import ranks
+from warm_python import python
 
 @ranks(2)
 def test_rank_one_disagrees():
@@ -68,6 +70,7 @@ HANGING = """
 import os, pathlib, time
 import torch.distributed as dist
 from trilithon.testing import ranks
+from warm_python import python
 
 @ranks(2, timeout_s=100)
 def test_hangs(tmp_path):
@@ -81,7 +84,7 @@ def test_hangs(tmp_path):
 def start_pytest(folder: Path, source: str, **env: str) -> subprocess.Popen:
     path = folder / "test_inner_ranks.py"
     path.write_text(source)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(path)]
+    command = [python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(path)]
     path_of_source = os.pathsep.join(entry for entry in sys.path if entry)
     return subprocess.Popen(
         command,

@@ -185,7 +185,7 @@ def test_another_process_is_waited_for_and_not_for_ever(source, tmp_path):
     started = time.monotonic()
     with pytest.raises(DataError, match=r"after waiting 0\.2 s"):
         TextCorpus.open(manifest, wait_s=0.2)
-    assert 0.2 <= time.monotonic() - started < 2
+    assert 0.2 <= time.monotonic() - started < 20
     writer = threading.Timer(0.2, hidden.rename, [manifest])
     writer.start()
     try:

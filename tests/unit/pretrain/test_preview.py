@@ -93,7 +93,7 @@ def test_the_bytes_of_compressed_rules_are_those_of_a_run(kind):
         ({"offload.state": "host"}, "set zero.stage to 1, 2 or 3"),
         ({"optimizer": "onebit_adam", "mesh.tensor": 2}, "mesh.tensor=2 gives ranks parts"),
         ({"optimizer": "onebit_adam", "model.experts": 4}, "Use ep_size=1"),
-        ({"mesh.pipe": 2, "batch.global_size": 9}, "does not run pipelines"),
+        ({"mesh.pipe": 2, "zero.stage": 3}, "Use zero.stage 0, 1 or 2 inside the stages"),
         ({"mesh.tensor": 2, "tensor.cut_norms": True, "recompute.partition": True}, "Leave recompute.partition out"),
         ({"mesh.tensor": 2, "model.num_heads": 1}, "num_heads=1 does not split over mesh.tensor=2 x mesh.sequence=1"),
     ],

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from trilithon.errors import ConfigError
+from trilithon.parallel.pipeline.layers import Elsewhere, is_part
 
 STYLES = ("column", "row", "row_split", "gathered", "vocabulary", "logits", "summed", "tokens", "whole")
 _ANY_LAYER = ("summed", "tokens", "whole")
@@ -98,7 +99,7 @@ def make_plan(model: nn.Module, given: Mapping[str, str] | None = None) -> Plan:
         steps = tuple(_from_patterns(model, written, source))
         return Plan(_with_ties(model, steps), not any(word in _FOREIGN for word in written.values()))
     found = tuple(find_steps(model))
-    if not any(step.style in ("column", "row") for step in found):
+    if not any(step.style in ("column", "row") for step in found) and not is_part(model):
         raise ConfigError(
             f"no layer of {type(model).__name__} was recognised as cut over tensor ranks. Give tensor.plan, such as "
             '{"blocks.*.up": "column", "blocks.*.down": "row"}, or set mesh.tensor to 1.'
@@ -128,7 +129,7 @@ def is_lookup(module: nn.Module) -> bool:
 
 
 def _from_patterns(model: nn.Module, written: Mapping[str, str], source: str) -> Iterator[Step]:
-    modules = {name: module for name, module in model.named_modules() if name}
+    modules = {name: module for name, module in model.named_modules() if name and not isinstance(module, Elsewhere)}
     taken: dict[str, str] = {}
     for pattern, word in written.items():
         style, _, sizes = _FOREIGN.get(word, word).partition(":")
@@ -140,7 +141,7 @@ def _from_patterns(model: nn.Module, written: Mapping[str, str], source: str) ->
                 f"{', '.join(STYLES)}. Leave a layer out to keep it whole on every rank."
             )
         matches = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
-        if not matches:
+        if not matches and not is_part(model):
             close = difflib.get_close_matches(pattern, modules, n=1)
             meant = f"; did you mean {close[0]!r}?" if close else "."
             raise ConfigError(f"{source}: {pattern!r} matches no module of {type(model).__name__}{meant}")
@@ -181,7 +182,7 @@ def _with_ties(model: nn.Module, steps: Sequence[Step]) -> tuple[Step, ...]:
     added = []
     for name, module in model.named_modules():
         step = cut.get(id(getattr(module, "weight", None)))
-        if step is not None and name not in planned and module is not step.module:
+        if step is not None and name not in planned and module is not step.module and not isinstance(module, Elsewhere):
             style = "vocabulary" if is_lookup(module) else "logits"
             _require_fit(name, module, style, f"the weight of {step.name!r} is cut and shared")
             added.append(Step(name, module, style))

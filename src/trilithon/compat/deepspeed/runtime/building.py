@@ -29,6 +29,7 @@ from trilithon.compat.deepspeed.runtime.zero.parameter_offload import adopt
 from trilithon.compat.deepspeed.utils.z3_leaf_module import leaf_classes
 from trilithon.config import Config
 from trilithon.engine.build import initialize as native_initialize
+from trilithon.parallel.pipeline import PipelineModule
 
 _CLASSES: dict[str, tuple[type[ByName], type[ByName]]] = {  # by kind: with state on the device, and elsewhere
     "adam": (FusedAdam, DeepSpeedCPUAdam),
@@ -79,7 +80,13 @@ def initialize(
     _choose_device(args)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
-    settings = DeepSpeedConfig(_with_tensor_parallel(source), mpu)
+    stages = model.num_stages if isinstance(model, PipelineModule) else 1
+    settings = DeepSpeedConfig(_with_tensor_parallel(source), mpu, stages=stages)
+    if stages > 1 and settings.zero_optimization_stage >= 2:
+        raise ArgumentError(
+            f"a pipeline of {stages} stages trains at ZeRO stage 0 or 1, and zero_optimization.stage is "
+            f"{settings.zero_optimization_stage}."
+        )
     _refuse(settings, mpu, mesh_param)
     basic = _optimizer(settings, model, optimizer, model_parameters)
     if basic is None and settings.zero_optimization_stage in (1, 2):
@@ -211,9 +218,7 @@ def _scheduler(settings: DeepSpeedConfig, basic: torch.optim.Optimizer | None, g
 
 
 def _engine_class(model: nn.Module) -> type[DeepSpeedEngine]:
-    if type(model).__name__ != "PipelineModule" and not any(
-        c.__name__ == "PipelineModule" for c in type(model).__mro__
-    ):
+    if not isinstance(model, PipelineModule):
         return DeepSpeedEngine
     found: type[DeepSpeedEngine] = import_module(f"{ROOT}.runtime.pipe.engine").PipelineEngine
     return found

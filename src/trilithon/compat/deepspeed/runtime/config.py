@@ -42,11 +42,15 @@ class DeepSpeedConfig:
     """config: a dict, the path of a JSON file, or urlsafe base64 of one.
 
     native: the Config it becomes, without optimizer and schedule if torch has to make these. raw: the block itself.
-    release: whose behaviour applies, by the key "_deepspeed_release" of the block, else the environment. Raises
-    ValueError for what is none of these, BatchError for batch sizes, DeepSpeedConfigError for everything else.
+    release: whose behaviour applies, by the key "_deepspeed_release" of the block, else the environment.
+    stages: of the pipeline that the model is cut into. Raises ValueError for what is none of these, BatchError for
+    batch sizes, DeepSpeedConfigError for everything else.
     """
 
-    def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None):
+    def __init__(
+        self, config: str | os.PathLike[str] | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None,
+        *, stages: int = 1,
+    ) -> None:  # fmt: skip
         self.raw: dict[str, Any] = _read(config)
         self._param_dict = self.raw
         self.mpu = mpu
@@ -58,7 +62,9 @@ class DeepSpeedConfig:
         self.torch_optimizer = _of_torch(block, "optimizer", torch.optim, _OURS, lower=True)
         self.torch_scheduler = _of_torch(block, "scheduler", torch.optim.lr_scheduler, _SCHEDULES, lower=False)
         try:
-            self.native = Config.load(block, deepspeed_release=self.release, name="the DeepSpeed configuration")
+            loaded = Config.load(block, deepspeed_release=self.release, name="the DeepSpeed configuration")
+            mesh = loaded.mesh.model_copy(update={"pipe": stages}) if stages > 1 else loaded.mesh
+            self.native = loaded.model_copy(update={"mesh": mesh}) if stages > 1 else loaded
             self.batch: ResolvedBatch = self.native.resolve_batch(self._data_parallel_size())
         except BatchError:
             raise

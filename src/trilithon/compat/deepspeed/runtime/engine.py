@@ -156,15 +156,20 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         self._applied = False
         if self.is_gradient_accumulation_boundary():
             self.native.boundary = True
-            self._applied = self.native.step()
-            self.overflowed = not self._applied
-            self.skipped_steps += self.overflowed
-            if self._applied and self.lr_scheduler is not None:
-                self.lr_scheduler.step(**(lr_kwargs or {}))
-            self.global_steps += 1
-            self.global_samples += self.train_batch_size()
-            self._tell()
-        self.micro_steps += 1
+            self.count_step(self.native.step(), micro_steps=1, lr_kwargs=lr_kwargs)
+        else:
+            self.micro_steps += 1
+
+    def count_step(self, applied: bool, micro_steps: int, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """After a boundary: the scheduler moves if parameters did, and counters do in any case."""
+        self._applied, self.overflowed = applied, not applied
+        self.skipped_steps += self.overflowed
+        if applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+        self._tell()
+        self.micro_steps += micro_steps
 
     def _tell(self) -> None:
         """The events that DeepSpeed writes at a boundary, beside what our engine records under its own names."""

@@ -1,0 +1,1 @@
+"""Other systems' host updates, each in an interpreter of its own."""

@@ -1,0 +1,133 @@
+"""`deepspeed.runtime.pipe.topology`: which rank is where on named axes, as arithmetic. The last axis varies fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from trilithon.config.mesh import Axes
+from trilithon.errors import ConfigError
+
+
+class ProcessTopology:
+    """axes: names; dims: their sizes, alike long."""
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        self.axes, self.dims = list(axes), list(dims)
+        self._mesh = Axes(tuple(axes), tuple(dims))
+        self.ProcessCoord = NamedTuple("ProcessCoord", [(axis, int) for axis in axes])  # type: ignore[misc]
+
+    def world_size(self) -> int:
+        return self._mesh.world_size
+
+    def get_rank(self, **coord_kwargs: int) -> int:
+        """The rank at coordinates that name every axis. Raises ConfigError (a ValueError) otherwise."""
+        return self._mesh.rank(coord_kwargs)
+
+    def get_axis_names(self) -> list[str]:
+        return list(self.axes)
+
+    def get_dim(self, axis: str) -> int:
+        """The size of an axis; 0 for one that is not there."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_coord(self, rank: int) -> NamedTuple:
+        coordinates: NamedTuple = self.ProcessCoord(**self._mesh.coordinates(rank))  # type: ignore[operator]
+        return coordinates
+
+    def get_rank_repr(
+        self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """Such as "model_00", for names of files."""
+        here = self._mesh.coordinates(rank)
+        return outer_sep.join(f"{axis}{inner_sep}{here[axis]:02d}" for axis in self.axes if axis not in omit_axes)
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """The groups of ranks that differ along one axis only."""
+        return [list(group) for group in self._mesh.groups(axis)] if axis in self.axes else []
+
+    def filter_match(self, **filter_kwargs: int) -> list[int]:
+        """The ranks with these coordinates."""
+        places = [(rank, self._mesh.coordinates(rank)) for rank in range(self.world_size())]
+        return [rank for rank, here in places if all(here[axis] == at for axis, at in filter_kwargs.items())]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """The ranks at one place of one axis."""
+        return self.filter_match(**{axis: idx})
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Stages, and replicas of each."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data"], [num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Stages, replicas, and slices of matrices."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+class PipelineParallelGrid:
+    """This rank's place on a topology. Raises ConfigError when the topology has another number of ranks."""
+
+    def __init__(self, topology: ProcessTopology | None = None, process_group: object = None) -> None:
+        world, self.global_rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        self._topo = topology if topology is not None else PipeDataParallelTopology(1, world)
+        if self._topo.world_size() != world:
+            raise ConfigError(f"the topology has {self._topo.world_size()} ranks, and {world} are running.")
+        self.pipe_parallel_size = max(self._topo.get_dim("pipe"), 1)
+        self.data_parallel_size = max(self._topo.get_dim("data"), 1)
+        self.model_parallel_size = self.slice_parallel_size = max(self._topo.get_dim("model"), 1)
+        self.stage_id, self.data_parallel_id = self._place("pipe"), self._place("data")
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+
+    def _place(self, axis: str) -> int:
+        return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))
+
+    @property
+    def topology(self) -> ProcessTopology:
+        return self._topo
+
+    def get_global_rank(self) -> int:
+        return self.global_rank
+
+    def get_stage_id(self) -> int:
+        return self.stage_id
+
+    def get_data_parallel_id(self) -> int:
+        return self.data_parallel_id
+
+    def get_pipe_parallel_rank(self) -> int:
+        return self.stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self.pipe_parallel_size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data_parallel_size
+
+    def get_model_parallel_rank(self) -> int:
+        return self._place("model")
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.model_parallel_size
+
+    def get_slice_parallel_rank(self) -> int:
+        return self._place("model")
+
+    def get_slice_parallel_world_size(self) -> int:
+        return self.slice_parallel_size
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """The rank of another stage with this rank's other coordinates."""
+        here = {axis: getattr(self._topo.get_coord(self.global_rank), axis) for axis in self._topo.axes}
+        return self._topo.get_rank(**{**here, "pipe": stage_id, **kwargs})
