@@ -29,7 +29,8 @@ def close_after(engine: deepspeed.DeepSpeedEngine) -> None:
 
 
 @pytest.mark.parametrize("way", ["config", "config_params", "path", "args", "base64", "old args"])
-def test_a_configuration_comes_in_every_form(way, tmp_path):
+def test_a_configuration_comes_in_every_form(way, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")  # else it is taken from the arguments, and stays
     path = tmp_path / "ds.json"
     path.write_text("// comments are fine\n" + json.dumps(BLOCK))
     ways = {

@@ -183,6 +183,10 @@ def test_a_model_can_be_given_to_another_engine():
     second.backward(loss_of(second))
     second.step()
     second.destroy()
+    second.destroy()  # as accelerate does, which does not remember
+    third = start(3, net=net)  # whose parameters were given back
+    assert torch.isfinite(third(torch.ones(1, 4))).all()
+    third.destroy(give_back=False)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -41,6 +41,10 @@ class DeepSpeedAccelerator:
 
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes."""
+        raise NotImplementedError
+
     def on_accelerator(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._name
 

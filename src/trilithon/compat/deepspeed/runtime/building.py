@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
@@ -40,7 +41,7 @@ _CLASSES: dict[str, tuple[type[ByName], type[ByName]]] = {  # by kind: with stat
     "onebit_lamb": (OnebitLamb, OnebitLamb),
     "zero_one_adam": (ZeroOneAdam, ZeroOneAdam),
 }
-_ENGINES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # module -> the engine that trains it
+_ENGINES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # module -> weak reference to the engine that trains it
 
 
 @dataclass
@@ -91,7 +92,7 @@ def initialize(
     if basic is None and settings.zero_optimization_stage in (1, 2):
         raise ArgumentError(f"zero stage {settings.zero_optimization_stage} requires an optimizer")
     scheduler = _scheduler(settings, basic, lr_scheduler, driven=optimizer is not None)
-    previous = _ENGINES.get(model)
+    previous = _ENGINES.get(model, _nobody)()
     if previous is not None:
         previous.destroy(give_back=True)
     native = native_initialize(model, _native(settings, model), optimizer=basic)
@@ -106,7 +107,7 @@ def initialize(
         collate_fn=collate_fn,
         mpu=mpu,
     )
-    _ENGINES[model] = engine
+    _ENGINES[model] = weakref.ref(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -118,6 +119,10 @@ def _native(settings: DeepSpeedConfig, model: nn.Module) -> Config:
         units = tuple(dict.fromkeys((*(native.zero.unit_classes or ()), *leaves)))
         changes["zero"] = native.zero.model_copy(update={"unit_classes": units})
     return native.model_copy(update=changes)
+
+
+def _nobody() -> None:
+    """No engine trains the model."""
 
 
 def _configuration(args: Any, config: Any) -> Any:

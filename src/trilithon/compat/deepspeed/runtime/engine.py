@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trilithon.compat.deepspeed.accelerator import get_accelerator
 from trilithon.compat.deepspeed.comm import get_local_rank, get_rank, get_world_size
 from trilithon.compat.deepspeed.monitor.monitor import MonitorMaster
 from trilithon.compat.deepspeed.runtime.base_optimizer import (
@@ -57,7 +58,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         self.basic_optimizer, self.client_optimizer, self.lr_scheduler = basic_optimizer, client_optimizer, lr_scheduler
         self.optimizer: Any = self._wrapped(basic_optimizer)
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
-        self.overflowed = self.inside_no_sync_ctxt = self._applied = False
+        self.overflowed = self.inside_no_sync_ctxt = self._applied = self._destroyed = False
         self._boundary: bool | None = None
         self._accumulation, self._micro_size = config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu
         self.global_rank, self.local_rank, self.world_size = get_rank(), get_local_rank(), get_world_size()
@@ -256,13 +257,35 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         """What was gathered is freed after its use."""
 
     def destroy(self, *, give_back: bool | None = None) -> None:
-        """The engine ends. Collective. give_back: make the model's parameters whole; by default not at stage 3, where
-        no rank may have room for all of them."""
+        """The engine ends, once. Collective at stage 3.
+
+        give_back: make the model's parameters whole, so that it can be used on and given to another engine. None: if
+        every rank has room for all of them.
+        """
+        if self._destroyed:
+            return
+        self._destroyed = True
         release(self.native)
-        self.native.close(give_back=self._config.zero_optimization_stage < 3 if give_back is None else give_back)
+        if give_back is None:
+            give_back = self._config.zero_optimization_stage < 3 or _everywhere(self._has_room())
+        self.native.close(give_back=give_back)
+
+    def _has_room(self) -> bool:
+        """For the whole parameters of stage 3, and as much again."""
+        needed = sum(param.numel() * param.element_size() for param in self.module.parameters())
+        return 2 * needed < get_accelerator().available_memory()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(\n  (module): {self.module!r}\n)"
+
+
+def _everywhere(answer: bool) -> bool:
+    """Collective: every rank says yes."""
+    if get_world_size() == 1:
+        return answer
+    answers: list[Any] = [None] * get_world_size()
+    dist.all_gather_object(answers, answer)
+    return all(answers)
 
 
 def _told(value: object) -> str:
