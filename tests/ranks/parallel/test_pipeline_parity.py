@@ -115,6 +115,18 @@ GPT_MESHES = [
 ]
 
 
+@pytest.mark.parametrize("again", [{"recompute": {}}, {"recompute": {"contiguous": True, "tier": "host"}}])
+def test_blocks_of_a_gpt_in_stages_are_computed_again(again):
+    losses, weights, _ = gpt_losses({})
+    for found, theirs, _ in run_ranks(gpt_again, 2, again):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(theirs["norm.weight"], weights["norm.weight"], rtol=1e-5, atol=1e-5)
+
+
+def gpt_again(again):
+    return gpt_losses({"pipe": 2}, 1, **again)
+
+
 @pytest.mark.parametrize(("world", "mesh", "stage", "schedule"), GPT_MESHES)
 def test_the_gpt_model_is_cut_as_it_is_and_keeps_its_names(world, mesh, stage, schedule):
     losses, weights, names = gpt_losses({})
