@@ -82,6 +82,8 @@ def test_layers_that_are_computed_again_give_the_same_bits(world_size):
         again = train(settings(MICROS, ROWS, mesh={"pipe": 2}, pipeline={"recompute_interval": interval}), steps)
         assert again[:2] == plain[:2]
         assert all(torch.equal(value, plain[2][name]) for name, value in again[2].items())
+    split = {"schedule": "zero-bubble", "recompute_interval": 2}
+    assert_alike(train(settings(MICROS, ROWS, mesh={"pipe": 2}, pipeline=split), steps), Alone(steps))
 
 
 GPT_STEPS = 3
