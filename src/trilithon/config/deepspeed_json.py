@@ -84,7 +84,7 @@ def read_deepspeed(
 ) -> None:
     """Map a DeepSpeed block onto the native draft; what is wrong is added to the draft's problems."""
     reader = _Reader(draft, release)
-    block = {key: _copied(value) for key, value in raw.items() if key not in native or key == "optimizer"}
+    block = {key: _copied(value) for key, value in raw.items() if key not in native or key in _BOTH}
     reader.compare(block, dict(leaves(expected)))
     reader.fill_auto(block, "", {**dict(leaves(expected)), **dict(leaves(auto))})
     reader.walk(block, TABLE, "")

@@ -82,6 +82,8 @@ def test_layers_that_are_computed_again_give_the_same_bits(world_size):
         again = train(settings(MICROS, ROWS, mesh={"pipe": 2}, pipeline={"recompute_interval": interval}), steps)
         assert again[:2] == plain[:2]
         assert all(torch.equal(value, plain[2][name]) for name, value in again[2].items())
+    split = {"schedule": "zero-bubble", "recompute_interval": 2}
+    assert_alike(train(settings(MICROS, ROWS, mesh={"pipe": 2}, pipeline=split), steps), Alone(steps))
 
 
 GPT_STEPS = 3
@@ -113,6 +115,18 @@ GPT_MESHES = [
     (4, {"pipe": 2, "sequence": 2}, 0, "gpipe"),
     (4, {"pipe": 2, "data": 2}, 2, "1f1b"),
 ]
+
+
+@pytest.mark.parametrize("again", [{"recompute": {}}, {"recompute": {"contiguous": True, "tier": "host"}}])
+def test_blocks_of_a_gpt_in_stages_are_computed_again(again):
+    losses, weights, _ = gpt_losses({})
+    for found, theirs, _ in run_ranks(gpt_again, 2, again):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(theirs["norm.weight"], weights["norm.weight"], rtol=1e-5, atol=1e-5)
+
+
+def gpt_again(again):
+    return gpt_losses({"pipe": 2}, 1, **again)
 
 
 @pytest.mark.parametrize(("world", "mesh", "stage", "schedule"), GPT_MESHES)

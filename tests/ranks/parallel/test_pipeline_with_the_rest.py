@@ -14,11 +14,11 @@ from trilithon.testing import run_ranks
 MICROS, ROWS = 4, 4
 
 
-def run(mesh: dict[str, int], optimizer: Any = None, **more: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def run(mesh: dict[str, int], own: Any = None, **more: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     config = {**settings(MICROS, ROWS, mesh=mesh, clip_norm=0.5), **more}
-    if optimizer is not None:
+    if own is not None:
         config.pop("optimizer")
-    with trilithon.initialize(make(), config, optimizer) as engine:
+    with trilithon.initialize(make(), config, own) as engine:
         torch.manual_seed(5)
         losses = [engine.train_step(parts_of(engine, batches)) for batches in batches_of(3, MICROS, ROWS)]
         return losses, dict(engine.full_parameters())

@@ -44,6 +44,8 @@ class WeightGradients:
                 params.append(param)
                 grads.append(made)
         self._waiting.clear()
+        if not params:
+            return
         with torch.enable_grad():
             torch.autograd.backward([param.view_as(param) for param in params], grads)
 
@@ -60,24 +62,23 @@ class _SplitLinear(torch.autograd.Function):
     """x W^T + b, whose backward may leave the gradients of W and b to whoever is open."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.Linear
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.module = module  # whose parameters the gradients are for: recomputation saves other tensors
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight, bias = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
+        module: nn.Linear = ctx.module
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         if _OPEN:
-            _OPEN[-1].add(weight, bias, x, grad)
-            return grad_x, None, None
-        made = dict(_by_place(weight, bias, x, grad))
-        return grad_x, made.get("weight"), made.get("bias")
-
-
-def _by_place(weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor) -> Iterator[tuple[str, Tensor]]:
-    for param, made in _weight_gradients(weight, bias, x, grad):
-        yield ("weight" if param is weight else "bias"), made
+            _OPEN[-1].add(module.weight, module.bias, x, grad)
+            return grad_x, None, None, None
+        made = {id(param): value for param, value in _weight_gradients(module.weight, module.bias, x, grad)}
+        return grad_x, made.get(id(module.weight)), made.get(id(module.bias)), None
 
 
 def split_linears(model: nn.Module) -> Callable[[], None]:
@@ -101,7 +102,7 @@ def _forward_of(module: nn.Linear) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return F.linear(x, module.weight, module.bias)
-        out: Tensor = _SplitLinear.apply(x, module.weight, module.bias)
+        out: Tensor = _SplitLinear.apply(x, module.weight, module.bias, module)
         return out
 
     return forward
