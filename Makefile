@@ -30,7 +30,7 @@ $(READY): pyproject.toml constraints.txt
 quickstart: $(READY) ## train a small GPT on two processes with ZeRO stage 3, from nothing to a falling loss
 	$(BIN)/trilithon train --data "$(TEXT)" $(QUICKSTART_FLAGS)
 
-test: $(READY) ## run every test; PYTEST_FLAGS=tests/unit runs a part, WORKERS=1 one at a time
+test: $(READY) ## run the tests, whole matrices apart; PYTEST_FLAGS=tests/unit runs a part, WORKERS=1 one at a time
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true $(PYTEST_FLAGS)
 
 test-exhaustive: $(READY) ## run the whole matrices of which `make test` takes covering parts, in plain interpreters
