@@ -253,8 +253,9 @@ def require_no_spread_experts(spread: Sequence[bool]) -> None:
     found = [rank for rank, here in enumerate(spread) if here]
     if found:
         raise ConfigError(
-            f"mesh.pipe is above 1, and ranks {found[:8]} have experts that are spread over ranks or balanced over all "
-            'of them. Use ep_size=1 and scope="local" for experts inside a pipeline, or mesh.pipe=1.'
+            f"mesh.pipe is above 1, and ranks {found[:8]} have experts that are spread over ranks, balanced over all "
+            "of them, or share tokens out over tensor ranks. Use ep_size=1, aux_loss_scope='local' and mesh.tensor=1 "
+            "for experts inside a pipeline, or mesh.pipe=1."
         )
 
 

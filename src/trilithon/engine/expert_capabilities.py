@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trilithon.config import Axes, Config
-from trilithon.engine.capabilities import KINDS, communicates, refusals
+from trilithon.engine.capabilities import KINDS, communicates, refusals, require_no_spread_experts
 from trilithon.errors import ConfigError
 
 
@@ -50,6 +50,7 @@ _ROWS: Sequence[tuple[str, Mapping[str, Any]]] = (
     ("`mesh.tensor`", {"mesh": {"tensor": 2}}),
     ("`mesh.tensor` with `tensor.cut_norms`", {"mesh": {"tensor": 2}, "tensor": {"cut_norms": True}}),
     ("`mesh.sequence`", {"mesh": {"sequence": 2}}),
+    ("`mesh.pipe`", {"mesh": {"pipe": 2}}),
     ("`moe.all_to_all` hierarchical", {"moe": {"all_to_all": "hierarchical"}}),
     ("`moe.data_before_experts`", {"moe": {"data_before_experts": True}}),
 )  # fmt: skip
@@ -68,8 +69,13 @@ def _refusal(settings: Config) -> str:
     """Why an engine with experts over ranks refuses these settings; empty if it does not."""
     found = [refusal.text for refusal in refusals(settings)]
     mesh = settings.mesh
-    try:
-        require_mesh_for_experts(settings, mesh.axes(2 * mesh.pipe * mesh.sequence * mesh.tensor))
-    except ConfigError as error:
-        found.append(str(error))
+    ranks = 2 * mesh.pipe * mesh.sequence * mesh.tensor
+    for check in (
+        lambda: require_mesh_for_experts(settings, mesh.axes(ranks)),
+        lambda: require_no_spread_experts([True] * ranks if mesh.pipe > 1 else []),
+    ):
+        try:
+            check()
+        except ConfigError as error:
+            found.append(str(error))
     return " ".join(found)

@@ -68,8 +68,9 @@ class SpreadExperts:
 
     @property
     def collective(self) -> bool:
-        """Some layer talks to other ranks."""
-        return bool(self.degrees) or any(layer.scope == "global" for layer in self.layers.values())
+        """Some layer talks to other ranks: over its experts, its balance, or tokens that tensor ranks share out."""
+        shared = bool(self.layers) and self.mesh.size("tensor") > 1
+        return bool(self.degrees) or shared or any(layer.scope == "global" for layer in self.layers.values())
 
     def describe(self) -> dict[str, list[int]]:
         """Plain data: for each layer spread over ranks, its degree and the order of ranks."""

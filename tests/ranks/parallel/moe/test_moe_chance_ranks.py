@@ -106,3 +106,27 @@ def test_parameters_off_the_device_train_to_the_same_bits(world_size, tier, tmp_
             found.append({name: value.clone() for name, value in engine.full_parameters()})
     assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
     assert found[0]["moes.0.experts.up.weight"].shape[::2] == (EXPERTS, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("config", "tolerance"),
+    [
+        ({"zero": {"stage": 2}, "offload": {"state": "host", "delayed_update": True}}, 1e-5),
+        ({"zero": {"stage": 1}, "precision": {"kind": "fp16", "loss_scale": 128.0, "cast_inputs": True}}, 1e-2),
+    ],
+    ids=["delayed update", "fp16"],
+)
+@ranks(2, timeout_s=90)
+def test_experts_over_ranks_train_as_whole_ones_do(world_size, config, tolerance):
+    rank, data, found = dist.get_rank(), batches(3, 16, torch.float32), []
+    for ep in (1, 2):
+        model = Mixed(ep_sizes=(ep,), k=2, drop_tokens=False, top2_2nd_expert_sampling=False, dtype=torch.float32)
+        with trilithon.initialize(model, {"optimizer": ADAM, **config}) as engine:
+            losses = []
+            for batch in data:
+                engine.backward(engine(batch.chunk(world_size)[rank]))
+                engine.step()
+                losses.append(engine.loss)
+            found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=tolerance)
+    assert found[0][0] > found[0][-1]
