@@ -64,11 +64,11 @@ def executed(script: Path) -> tuple[tuple[int, ...], int, float]:
 
 
 def test_all_axes_at_once():
-    """Eight ranks, of the warm server: data, sequence and tensor slices together."""
+    """Eight ranks, of the warm server: stages, sequence and tensor slices together."""
     found = run_ranks(executed, 8, ROOT / "examples" / "all_axes.py", timeout_s=LIMIT_S)
     assert len(set(found)) == 1
     sizes, steps, loss = found[0]
-    assert sizes == (1, 2, 2, 2) and steps == 20 and loss < 3.5  # log 64 is 4.2
+    assert sizes == (2, 1, 2, 2) and steps == 20 and loss < 3.5  # log 64 is 4.2
 
 
 def test_the_smallest_example_is_about_ten_lines():

@@ -104,21 +104,6 @@ class GPTConfig(Section):
         idle = len(self.sparse_layers()) * (self.experts - self.top_k) * self._mlp_parameters()
         return self.matrix_parameters() + idle + norms + separate_embedding
 
-    def dense_parameters_of(self, tensor: int) -> tuple[int, int]:
-        """(matrices, the rest) of the parameters that one of `tensor` ranks has besides experts, padding included.
-
-        Matrices are cut, the vocabulary after padding; norms and routers are whole.
-        """
-        vocabulary = -(-self.vocab_size // tensor) * self.width * (1 if self.tie_embeddings else 2)
-        sparse = len(self.sparse_layers())
-        blocks = self.num_layers * 4 * self.width**2 + (self.num_layers - sparse) * self._mlp_parameters()
-        norms = (2 * self.num_layers + 1) * self.width * (1 if self.norm == "rms" else 2)
-        return vocabulary + blocks // tensor, norms + sparse * self.experts * self.width
-
-    def expert_parameters(self) -> int:
-        """Parameters of all experts together."""
-        return len(self.sparse_layers()) * self.experts * self._mlp_parameters()
-
     def training_flops_per_token(self, context: int | None = None) -> int:
         """Floating-point operations of forward and backward for one token of sequences of `context` tokens.
 

@@ -11,12 +11,13 @@ from typing import Any
 
 from trilithon.config import ApmSqueeze, Fp32, OneBitAdam, OneBitLamb, ResolvedBatch, ZeroOneAdam, explain
 from trilithon.config.compressed import padded_numel
-from trilithon.config.mesh import EXPERT_RANKS, REPLICAS
+from trilithon.config.mesh import EXPERT_RANKS
 from trilithon.config.optimizer import OptimizerConfig
 from trilithon.engine.capabilities import require_no_refusals
 from trilithon.engine.expert_capabilities import require_mesh_for_experts, require_rule_for_experts
 from trilithon.errors import ConfigError
 from trilithon.models.settings import GPTConfig
+from trilithon.pretrain.parts import parts_by_stage
 from trilithon.pretrain.settings import PretrainConfig
 
 _BYTES_VOCABULARY = 257  # 256 values and the end of a document
@@ -43,21 +44,13 @@ def preview(config: PretrainConfig, ranks: int) -> str:
 
 
 def mesh_bytes(config: PretrainConfig, shape: GPTConfig, ranks: int) -> dict[str, int]:
-    """By category, what one of `ranks` ranks on the configured mesh holds: tensor ranks have slices of the matrices,
-    expert ranks some of the experts, and ZeRO cuts each part over the ranks that hold the same one."""
-    axes = config.engine.mesh.axes(ranks)
-    replicas, tensor = axes.size(REPLICAS), axes.size("tensor")
-    matrices, rest = shape.dense_parameters_of(tensor)
-    experts, holders = shape.expert_parameters(), axes.size(EXPERT_RANKS)
-    degree = _expert_degree(config, holders)
-    if config.engine.tensor.cut_norms and tensor > 1:  # whole on all tensor ranks, which share their gradient
-        parts = [(matrices, replicas), (rest, replicas * tensor)]
-    else:
-        parts = [(matrices + rest, replicas)]
-    if experts:
-        parts.append((experts // degree, holders // degree))
-    held = [held_bytes(config, numel, holders) for numel, holders in parts]
-    return {name: sum(part[name] for part in held) for name in held[0]}
+    """By category, what one of `ranks` ranks on the configured mesh holds; of several stages, that which holds most."""
+    degree = _expert_degree(config, config.engine.mesh.axes(ranks).size(EXPERT_RANKS))
+    stages = []
+    for parts in parts_by_stage(shape, config.engine, ranks, degree):
+        held = [held_bytes(config, numel, holders) for numel, holders in parts]
+        stages.append({name: sum(part[name] for part in held) for name in held[0]})
+    return max(stages, key=lambda held: sum(held.values()))
 
 
 def held_bytes(config: PretrainConfig, num_parameters: int, ranks: int) -> dict[str, int]:

@@ -21,6 +21,9 @@ def told_and_held(changes):
     engine_settings = {**settings.engine.model_dump(), "monitor": {}}
     with trilithon.initialize(GPT(shape), engine_settings) as engine:
         tokens = torch.zeros(2, 8, dtype=torch.long)
+        if engine.mesh.axes.size("pipe") > 1:
+            engine.train_step([(tokens, tokens)] * 2)
+            return told, engine.memory()
         engine.backward(engine(tokens, tokens))
         held = engine.memory()
         engine.step()
@@ -42,3 +45,12 @@ def test_the_bytes_of_a_mesh_are_those_of_a_run(changes):
     for told, held in run_ranks(told_and_held, 2, changes):
         for name, size in told.items():
             assert held.get(name, 0) == pytest.approx(size, rel=0.02), name  # up to the padding of units
+
+
+def test_the_bytes_of_the_larger_stage_are_those_of_a_run():
+    changes = {"mesh.pipe": 2, "zero.stage": 1, "batch.accumulation": 2, "model.num_layers": 3}
+    found = run_ranks(told_and_held, 2, changes)
+    told = found[0][0]
+    for name in ("parameters", "optimizer"):
+        most = max(held[name] for _, held in found)
+        assert most == pytest.approx(told[name], rel=0.02), name

@@ -130,11 +130,20 @@ def test_each_part_is_cut_over_the_ranks_that_hold_it(changes, ranks, cut_by):
 def test_experts_are_spread_and_the_rest_is_not():
     settings = config(**{"model.experts": 4, "model.ep_size": 2, "mesh.tensor": 2})
     shape = settings.model.shape(256)
-    experts = shape.expert_parameters()
-    dense = shape.num_parameters() - experts
-    matrices, rest = shape.dense_parameters_of(1)
-    assert matrices + rest == dense
+    width, mlp = shape.width, 2 * shape.width * shape.inner_width
+    experts, rest = 4 * mlp, 4 * width + 5 * width  # of one of two layers; router and norms
+    matrices = shape.num_parameters() - experts - rest
     assert mesh_bytes(settings, shape, 4)["parameters"] == 4 * (matrices // 2 + rest + experts // 2)
+
+
+def test_the_stage_that_holds_most_is_told():
+    settings = config(**{"mesh.pipe": 2, "zero.stage": 1, "model.num_layers": 4})
+    shape = settings.model.shape(64)
+    width, vocabulary = shape.width, 64 * shape.width
+    block = 12 * width**2 + 2 * width
+    held = mesh_bytes(settings, shape, 4)
+    assert held["parameters"] == 4 * (vocabulary + 2 * block + width)  # the last stage has the last norm
+    assert held["optimizer"] == 8 * (vocabulary // 4 + (2 * block + width) // 2)  # the tied matrix is on four ranks
 
 
 def test_the_batch_is_split_over_the_data_axis():
