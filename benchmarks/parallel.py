@@ -10,6 +10,7 @@ and the median over rounds of the ratio to plain torch. Rows are appended as JSO
     tensor     matrices cut; torch: DTensor with column and row styles, loss_parallel, fused AdamW
     norms      tokens cut between them; torch: its SequenceParallel style
     sequence   head-scattering exchanges; torch: functional all_to_all_single around SDPA, DDP's mean by all_reduce
+    pipe       1F1B over stages, a micro-batch of each row; torch: distributed.pipelining's Schedule1F1B, same cut
     one        no axis, one rank: the modules of the mesh beside a model without them
 """
 
@@ -34,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -47,9 +49,11 @@ from torch.distributed.tensor.parallel import (
 
 import trilithon
 from trilithon.models import Llama, LlamaConfig
+from trilithon.parallel.pipeline.layers import layers_of
+from trilithon.parallel.pipeline.partition import cut_by_weight
 from trilithon.testing import run_ranks
 
-AXES = ("tensor", "norms", "sequence", "one")
+AXES = ("tensor", "norms", "sequence", "pipe", "one")
 Step = Callable[[Tensor, Tensor], float]
 
 
@@ -125,6 +129,8 @@ def torch_step(axis: str, shape: LlamaConfig) -> Step:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",))
         model = parallelize_module(model, mesh, torch_plan(shape.num_layers, axis == "norms"))
         context = loss_parallel
+    if axis == "pipe":
+        return torch_pipeline_step(shape)
     if axis == "sequence":
         for block in model.blocks:
             block.attention.attend = TorchExchange(block.attention.attend, ranks)
@@ -153,19 +159,67 @@ def torch_step(axis: str, shape: LlamaConfig) -> Step:
     return step
 
 
+class TorchStage(nn.Module):
+    """Some of the layers of a model, in order."""
+
+    def __init__(self, model: Llama, stages: int, stage: int) -> None:
+        super().__init__()
+        layers = layers_of(model)
+        bounds = cut_by_weight([layer.parameters for layer in layers], stages)
+        self.runs = [layer.run for layer in layers[bounds[stage] : bounds[stage + 1]]]
+        names = [name for layer in layers[bounds[stage] : bounds[stage + 1]] for name in layer.modules]
+        self.parts = nn.ModuleList(model.get_submodule(name) for name in names)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for run in self.runs:
+            x = run(x)
+        return x
+
+
+def torch_pipeline_step(shape: LlamaConfig) -> Step:
+    """torch.distributed.pipelining on this rank, which has one stage."""
+    rank, stages, loss_of = dist.get_rank(), dist.get_world_size(), BareLoss()
+    part = TorchStage(bare(shape), stages, rank)
+    stage = PipelineStage(part, rank, stages, torch.device("cpu"))
+    optimizer = torch.optim.AdamW(part.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
+    schedules: dict[int, Schedule1F1B] = {}
+
+    def step(tokens: Tensor, targets: Tensor) -> float:
+        micros = tokens.shape[0]
+        if micros not in schedules:
+            schedules[micros] = Schedule1F1B(stage, micros, loss_fn=loss_of)
+        losses: list[Tensor] = []
+        last = rank == stages - 1
+        keywords = {"target": targets, "losses": losses} if last else {}
+        schedules[micros].step(*([tokens] if rank == 0 else []), **keywords)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        value = torch.stack(losses).mean().detach() if last else torch.zeros(())
+        dist.broadcast(value, stages - 1)
+        return float(value)
+
+    return step
+
+
 def our_step(axis: str, shape: LlamaConfig, batch: int) -> Step:
     """The engine on this rank."""
     ranks = dist.get_world_size()
-    mesh = {"tensor": {"tensor": ranks}, "norms": {"tensor": ranks}, "sequence": {"sequence": ranks}, "one": {}}[axis]
+    mesh = {"tensor": {"tensor": ranks}, "norms": {"tensor": ranks}, "sequence": {"sequence": ranks}, "one": {}}.get(
+        axis
+    )
+    if axis == "pipe":
+        mesh = {"pipe": ranks}
     torch.manual_seed(0)
     config = {
         "mesh": mesh,
         **({"tensor": {"cut_norms": True}} if axis == "norms" else {}),
         "optimizer": {"kind": "adamw", "lr": 1e-3, "weight_decay": 0.0},
-        "batch": {"micro_size": batch},
+        "batch": {"micro_size": 1, "accumulation": batch} if axis == "pipe" else {"micro_size": batch},
     }
     engine = trilithon.initialize(Llama(shape), config)
     engine.hooks.clear()  # the comparison of replicas belongs to single steps
+    if axis == "pipe":
+        return lambda tokens, targets: engine.train_step(list(zip(tokens.split(1), targets.split(1))))
     return lambda tokens, targets: engine.train_step([(tokens, targets)])
 
 

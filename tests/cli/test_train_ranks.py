@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from train_processes import SMALL, end, gone, ranks_of, start, wait_for_records
 
+from trilithon.pretrain.artifacts import load_model
+
 
 @pytest.fixture
 def text(tmp_path) -> Path:
@@ -20,6 +22,21 @@ def test_nproc_starts_ranks_that_train_together(text, tmp_path):
     assert status == 0, err
     assert "on 2 ranks, ZeRO stage 3" in out and out.count("step 3/3") == 1 and "4 sequences of 32 tokens" in out
     assert (tmp_path / "out" / "model.pt").exists() and err == ""
+
+
+def test_stages_by_a_flag_and_a_run_that_goes_on_without_them(text, tmp_path):
+    out, flags = tmp_path / "out", ("--pp", 2, "--accumulation", 4, "--pipe-schedule", "1f1b")
+    cache = ("--cache", tmp_path / "c")
+    first = start("-d", text, "--out", out, *cache, *SMALL, "-n", 2, *flags, "--steps", 2, "--save-every", 2)
+    status, told, err = end(first)
+    assert status == 0, err
+    assert "on 2 ranks" in told and "8 sequences of 32 tokens" in told and "step 2/2" in told
+    assert "No sample is drawn from stages" in told
+    model, _ = load_model(out)
+    assert model.head.weight is model.embedding.weight
+    status, told, err = end(start("--resume", out, "--pp", 1, "--steps", 3, *cache))
+    assert status == 0, err
+    assert "Continuing after step 2" in told and "which ran on 2" in told and "step 3/3" in told
 
 
 def test_a_compressed_rule_by_name(text, tmp_path):

@@ -28,7 +28,10 @@ NAMES: dict[type, tuple[str, str]] = {
 }
 
 
-class _Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]  # the one in Python, whose names can be chosen
+_InPython: Any = vars(pickle)["_Pickler"]  # the one whose names can be chosen; type checkers know half of it
+
+
+class _Pickler(_InPython):
     def save_global(self, obj: Any, name: str | None = None) -> None:
         """A class or function by its name, and a stand-in by the name of what it stands for."""
         if not isinstance(obj, type) or obj not in NAMES:

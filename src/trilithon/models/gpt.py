@@ -12,7 +12,6 @@ over tensor and sequence ranks it computes the same, dropout included.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +21,10 @@ from trilithon.errors import ConfigError
 from trilithon.models.layers import AttentionCore, Embedding, Linear
 from trilithon.models.rotary import Rotary
 from trilithon.models.settings import GPTConfig
+from trilithon.models.stages import decoder_layers
 from trilithon.parallel import Dropout, TokenLoss
 from trilithon.parallel.moe import ConvertedBlock, MoE
-from trilithon.parallel.pipeline.layers import Layer, trainable_numel
+from trilithon.parallel.pipeline import Layer
 from trilithon.parallel.sequence import CutTokens, HeadExchange
 
 # B batch, T tokens, D width of the residual stream, H heads, E channels of one head, V vocabulary
@@ -128,12 +128,7 @@ class GPT(nn.Module):
 
     def pipeline_layers(self) -> list[Layer]:
         """The token embedding, the blocks, and the output matrix with the norm before it."""
-        names = [f"blocks.{index}" for index in range(self.config.num_layers)]
-        return [
-            Layer(self._embed, ("embedding",), "Embedding", trainable_numel(self.embedding)),
-            *(Layer(self._block(n), (name,), "Block", trainable_numel(self.blocks[n])) for n, name in enumerate(names)),
-            Layer(self._predict, ("norm", "head"), "Head", trainable_numel(self.head)),
-        ]
+        return decoder_layers(self, self._embed, self._predict)
 
     def pipeline_loss(self, output: Tensor, labels: Tensor) -> Tensor:
         """output: logits [B, T, V]; labels: [B, T] i64."""
@@ -144,13 +139,6 @@ class GPT(nn.Module):
         self._require_room(tokens_BT)
         out: Tensor = self.dropout(self.embedding(self.cut(tokens_BT)))
         return out
-
-    def _block(self, index: int) -> Callable[[Tensor], Tensor]:
-        def run(x_BTD: Tensor) -> Tensor:
-            out: Tensor = self.blocks[index](x_BTD)
-            return out
-
-        return run
 
     def _predict(self, x_BTD: Tensor) -> Tensor:
         out: Tensor = self.head(self.norm(x_BTD))

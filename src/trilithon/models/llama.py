@@ -16,7 +16,9 @@ from trilithon.errors import ConfigError
 from trilithon.models.layers import AttentionCore, Embedding, Linear
 from trilithon.models.rotary import Rotary
 from trilithon.models.settings import LlamaConfig
+from trilithon.models.stages import decoder_layers
 from trilithon.parallel import TokenLoss
+from trilithon.parallel.pipeline import Layer
 from trilithon.parallel.sequence import CutTokens, HeadExchange
 
 # B batch, T tokens, D width of the residual stream, H heads, E channels of one head, V vocabulary
@@ -98,19 +100,36 @@ class Llama(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Logits [B, T, V], or with targets their mean cross entropy [] in fp32 (nats per token).
+    def pipeline_layers(self) -> list[Layer]:
+        """The token embedding, the blocks, and the output matrix with the norm before it."""
+        return decoder_layers(self, self._embed, self._predict)
 
-        tokens_BT, targets_BT: [B, T] i64 with T up to the context. Raises ConfigError for longer sequences.
-        """
+    def pipeline_loss(self, output: Tensor, labels: Tensor) -> Tensor:
+        """output: logits [B, T, V]; labels: [B, T] i64."""
+        out: Tensor = self.loss(output, self.cut(labels))
+        return out
+
+    def _embed(self, tokens_BT: Tensor) -> Tensor:
         if tokens_BT.shape[-1] > self.config.context:
             raise ConfigError(
                 f"A sequence of {tokens_BT.shape[-1]} tokens is longer than the model's context of "
                 f"{self.config.context}. Cut it, or build the model with a larger context."
             )
-        x_BTD = self.embedding(self.cut(tokens_BT))
+        out: Tensor = self.embedding(self.cut(tokens_BT))
+        return out
+
+    def _predict(self, x_BTD: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(x_BTD))
+        return out
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Logits [B, T, V], or with targets their mean cross entropy [] in fp32 (nats per token).
+
+        tokens_BT, targets_BT: [B, T] i64 with T up to the context. Raises ConfigError for longer sequences.
+        """
+        x_BTD = self._embed(tokens_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD)
-        logits_BTV = self.head(self.norm(x_BTD))
+        logits_BTV = self._predict(x_BTD)
         out: Tensor = self.loss.whole(logits_BTV) if targets_BT is None else self.loss(logits_BTV, self.cut(targets_BT))
         return out

@@ -154,6 +154,8 @@ class _Job:
                 loop.measure(loop.done)
             loop.saver.finish()
             display.say(self._closing(loop))
+            if self.stages > 1 and self.config.run.sample_tokens:
+                display.say("No sample is drawn from stages: load the weights of the finished run for that.")
         finally:
             display.close()
             monitor.close()

@@ -18,7 +18,7 @@ def assert_alike(found, reference):
     losses, norms, parameters = found
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(reference.losses), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(torch.tensor(norms), torch.tensor(reference.norms), rtol=1e-4, atol=1e-6)
-    assert list(parameters) == list(reference.parameters)
+    assert sorted(parameters) == sorted(reference.parameters)
     for name, value in parameters.items():
         torch.testing.assert_close(value, reference.parameters[name], rtol=1e-5, atol=1e-5, msg=name)
 

@@ -6,7 +6,7 @@ hand), `micro_steps` decides where an update is due, and a step that is left out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,7 +73,8 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         self.enable_backward_allreduce, self.is_compiled = True, False
         self.monitor = MonitorMaster(config)
         self.collate_fn, self.training_data = collate_fn, training_data
-        self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
+        loader = self.deepspeed_io(training_data) if training_data is not None else None
+        self.training_dataloader: Iterable[Any] | None = loader
 
     def _wrapped(self, optimizer: torch.optim.Optimizer | None) -> Any:
         """Stage 0 in fp32 shows the torch optimizer itself; stage 3 without one, what its parameters are kept by."""
