@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from trilithon.compat.deepspeed.accelerator import get_accelerator
 from trilithon.compat.deepspeed.comm import get_local_rank, get_rank, get_world_size
 from trilithon.compat.deepspeed.monitor.monitor import MonitorMaster
+from trilithon.compat.deepspeed.resolve import MissingNameError
 from trilithon.compat.deepspeed.runtime.base_optimizer import (
     BF16_Optimizer,
     DeepSpeedOptimizer,
@@ -39,6 +40,11 @@ _INSTEAD = {
     "offload_states": "offload.state in the configuration says where optimizer state rests, all the time",
     "reload_states": "offload.state in the configuration says where optimizer state rests, all the time",
     "allreduce_gradients": "gradients are reduced during engine.backward()",
+    "set_custom_curriculum_learning_schedule": "curricula are not in this version",
+    "set_data_post_process_func": "curricula are not in this version; change batches in the loader",
+    "random_ltd_initialize": "dropping tokens in layers is not in this version",
+    "timers": "monitor.profile_step measures one step",
+    "flops_profiler": "monitor.profile_step measures one step",
 }
 
 
@@ -93,7 +99,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
             if name in _INSTEAD:
-                raise ProtocolError(f"DeepSpeedEngine.{name} does not exist here: {_INSTEAD[name]}.") from None
+                raise MissingNameError(f"DeepSpeedEngine.{name} does not exist here: {_INSTEAD[name]}.") from None
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
@@ -249,6 +255,11 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         return dist.group.WORLD if self.world_size == self.dp_world_size and dist.is_initialized() else None
 
     seq_data_parallel_group = data_parallel_group
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """Experts of the model are spread over ranks."""
+        return bool(self.native.expert_groups)
 
     def get_data_parallel_rank(self) -> int:
         return self.native.mesh.data_rank
