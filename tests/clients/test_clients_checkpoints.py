@@ -49,7 +49,7 @@ def by_accelerate(ranks: RankServer, published: Published, folder: Path) -> tupl
         world_size=2,
         **ACCELERATE,
     )
-    return folder / "state" / "pytorch_model", folder / "model", 2
+    return folder / "state", folder / "model", 2
 
 
 def by_lightning(ranks: RankServer, published: Published, folder: Path) -> tuple[Path, Path, int]:

@@ -32,5 +32,6 @@ def test_generate_equals_plain_generation(
             logits = model(prompts[rank]).logits[0, -1]
         assert report["tokens"] == tokens[0].tolist()
         assert report["logits"] == pytest.approx(logits.tolist(), rel=1e-4, abs=1e-5)
-        assert report["partitioned"] == len(list(model.parameters()))
+        if world > 1:  # one rank alone keeps all values
+            assert report["partitioned"] == len(list(model.parameters()))
         assert report["parameters"] == sum(p.numel() for p in model.parameters())

@@ -41,7 +41,7 @@ def release(engine: Engine) -> None:
     forget([param for param in engine.module.parameters() if engines.engine_of(param)[0] is engine])
     engines.unregister(engine)
     for module in engine.module.modules():
-        for name in ("_save_to_state_dict", "ds_external_parameters", "all_parameters"):
+        for name in ("_save_to_state_dict", "_apply", "ds_external_parameters", "all_parameters"):
             vars(module).pop(name, None)
 
 

@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from trilithon import zero
 from trilithon.compat.deepspeed.accelerator import get_accelerator
 from trilithon.compat.deepspeed.runtime.zero.parameter_attributes import ZeroParamStatus, is_noted, note
-from trilithon.errors import ConfigError
+from trilithon.errors import ConfigError, ShardedParameterError
 
 _orig_torch_arange = torch.arange  # transformers tells constructors apart by it
 
@@ -146,9 +146,11 @@ def _registered(module: nn.Module, _name: str, param: nn.Parameter | None) -> No
 
 
 def name_shapes_only(module: nn.Module) -> None:
-    """`module.state_dict()` shows parameters that are cut as shapes without values ("meta"), and reads nothing."""
+    """`module.state_dict()` shows parameters that are cut as shapes without values ("meta"), and reads nothing;
+    `cpu()`, `to()` and their kin move what is not cut."""
     if "_save_to_state_dict" not in vars(module):
         object.__setattr__(module, "_save_to_state_dict", functools.partial(_save_shapes, module))
+        object.__setattr__(module, "_apply", functools.partial(_apply_to_uncut, module))
 
 
 def _save_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -162,6 +164,15 @@ def device_of_new_parameters(remote_device: str | None) -> torch.device | None:
     if remote_device in ("cpu", "nvme") or not torch.cuda.is_available():
         return None
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK") or torch.cuda.current_device()))
+
+
+def _apply_to_uncut(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    cut = {name: param for name, param in module._parameters.items() if param is not None and zero.is_cut(param)}
+    module._parameters.update(dict.fromkeys(cut))
+    try:
+        return type(module)._apply(module, *args, **kwargs)
+    finally:
+        module._parameters.update(cut)
 
 
 def _slices_folder(config: Mapping[str, Any] | str | Path | None, remote_device: str | None) -> Path | None:
@@ -203,6 +214,8 @@ class GatheredParameters:
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> GatheredParameters:
+        if self._rank is None and _joined([p for p in self._params.values() if zero.is_cut(p)]):
+            return self
         concerned = zero.is_cut if self._rank is None else zero.is_held
         wanted = [p for key, p in self._params.items() if key not in _WRITTEN and concerned(p)]
         self._stack = ExitStack()
@@ -217,6 +230,17 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.__exit__(kind, error, trace)
+
+
+def _joined(params: Iterable[nn.Parameter]) -> bool:
+    """What is read inside a forward or backward of an engine becomes part of it: whole until it ends, and again in its
+    backward, where a function that saved the values needs them. False outside of one."""
+    try:
+        for param in params:
+            param.detach()
+    except ShardedParameterError:
+        return False
+    return True
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
