@@ -28,15 +28,15 @@ NAMES: dict[type, tuple[str, str]] = {
 }
 
 
-class _Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]  # the one in Python, whose names can be chosen
+class _Pickler(pickle._Pickler):  # the one in Python, whose names can be chosen
     def save_global(self, obj: Any, name: str | None = None) -> None:
         """A class or function by its name, and a stand-in by the name of what it stands for."""
         if not isinstance(obj, type) or obj not in NAMES:
-            super().save_global(obj, name)
+            super().save_global(obj, name)  # type: ignore[misc]  # typeshed leaves it out
             return
         module, qualified = NAMES[obj]
-        self.write(pickle.GLOBAL + f"{module}\n{qualified}\n".encode())
-        self.memoize(obj)
+        self.write(pickle.GLOBAL + f"{module}\n{qualified}\n".encode())  # type: ignore[attr-defined]
+        self.memoize(obj)  # type: ignore[attr-defined]
 
 
 _NAMING = ModuleType("naming")  # `torch.save` asks for something like the module `pickle`
