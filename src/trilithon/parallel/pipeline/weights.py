@@ -62,9 +62,7 @@ class _SplitLinear(torch.autograd.Function):
     """x W^T + b, whose backward may leave the gradients of W and b to whoever is open."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.Linear
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.Linear) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.module = module  # whose parameters the gradients are for: recomputation saves other tensors
         return F.linear(x, weight, bias)
