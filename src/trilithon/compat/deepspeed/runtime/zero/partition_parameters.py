@@ -170,7 +170,8 @@ def _apply_to_uncut(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     cut = {name: param for name, param in module._parameters.items() if param is not None and zero.is_cut(param)}
     module._parameters.update(dict.fromkeys(cut))
     try:
-        return type(module)._apply(module, *args, **kwargs)
+        applied: nn.Module = type(module)._apply(module, *args, **kwargs)
+        return applied
     finally:
         module._parameters.update(cut)
 
