@@ -35,7 +35,7 @@ RESTS = {
         torch.randn(0, 3),
         torch.randn(2, 1, 3, 1).transpose(0, 1),
     ],
-    ids=str,
+    ids=["plain", "transposed", "permuted", "strided", "expanded", "rows", "scalar", "empty", "four axes"],
 )
 def test_a_flat_copy_becomes_the_same_tensor_again(tensor):
     form = Form(tensor)
