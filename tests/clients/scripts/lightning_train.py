@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+import deepspeed
 import lightning
 import torch
 from corpus import Blocks
@@ -16,11 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 class FineTuning(lightning.LightningModule):
-    def __init__(self, model: str, learning_rate: float, accumulation: int) -> None:
+    def __init__(self, model: str, learning_rate: float, output_dir: str) -> None:
         super().__init__()
         self.source = model
         self.learning_rate = learning_rate
-        self.accumulation = accumulation
+        self.output_dir = output_dir
         self.model: torch.nn.Module | None = None
         self.losses: list[float] = []
         self.eval_losses: list[float] = []
@@ -29,6 +30,9 @@ class FineTuning(lightning.LightningModule):
         if self.model is None:
             torch.manual_seed(0)
             self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.source))
+            with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
+                initial = {name: value.detach().clone() for name, value in self.model.named_parameters()}
+            torch.save(initial, f"{self.output_dir}/initial_{self.trainer.global_rank}.pt")
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
         assert self.model is not None
@@ -79,7 +83,7 @@ def main() -> None:
         default_root_dir=args.output_dir,
         num_sanity_val_steps=0,
     )
-    module = FineTuning(args.model, args.learning_rate, args.accumulation)
+    module = FineTuning(args.model, args.learning_rate, args.output_dir)
     trainer.fit(module, train, held_out, ckpt_path=args.resume_from)
     trainer.save_checkpoint(f"{args.output_dir}/fit.ckpt")
     if trainer.is_global_zero:
