@@ -13,8 +13,8 @@ import trilithon
 
 
 class MoE(trilithon.MoE):
-    """As `trilithon.MoE`, with DeepSpeed's defaults: `eval_capacity_factor` 1.0, and up to k=2 a balance loss that counts
-    first choices only.
+    """As `trilithon.MoE`, with DeepSpeed's defaults: `eval_capacity_factor` 1.0, and up to k=2 a balance loss of first
+    choices only.
 
     [..., hidden_size] -> ([..., hidden_size], balance loss, tokens by expert). Expert parameters have `allreduce` False
     and `group_name` "ep_size_<n>". Raises ConfigError for arguments that do not fit.
