@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import deepspeed
@@ -12,7 +13,7 @@ import torch
 from corpus import Blocks
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
@@ -67,7 +68,10 @@ def main() -> None:
     args = parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     count = args.steps * args.accumulation * args.devices * 2
-    train = DataLoader(Blocks(args.text, tokenizer, 32, count), batch_size=2)
+    blocks = Blocks(args.text, tokenizer, 32, count)
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    in_order = DistributedSampler(blocks, num_replicas=args.devices, rank=rank, shuffle=False)  # else it is shuffled
+    train = DataLoader(blocks, batch_size=2, sampler=in_order)
     held_out = DataLoader(Blocks(args.text, tokenizer, 32, 8, first=512), batch_size=2)
     trainer = lightning.Trainer(
         accelerator="cpu",
