@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,7 @@ class PlainMixture(nn.Module):
     def __init__(self, hidden_size: int, expert: nn.Module, num_experts: int, k: int, **_: Any) -> None:
         super().__init__()
         self.gate = nn.Linear(hidden_size, num_experts, bias=False)
-        self.experts = nn.ModuleList(
-            definitions_of("moe_train.py", MoE=None)["Expert"](hidden_size) for _ in range(num_experts)
-        )
-        for made in self.experts:
-            made.load_state_dict(expert.state_dict())
+        self.experts = nn.ModuleList(copy.deepcopy(expert) for _ in range(num_experts))
         self.k = k
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
+import deepspeed
 import lightning
 import torch
 from corpus import Blocks
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 class FineTuning(lightning.LightningModule):
-    def __init__(self, model: str, learning_rate: float, accumulation: int) -> None:
+    def __init__(self, model: str, learning_rate: float, output_dir: str) -> None:
         super().__init__()
         self.source = model
         self.learning_rate = learning_rate
-        self.accumulation = accumulation
+        self.output_dir = output_dir
         self.model: torch.nn.Module | None = None
         self.losses: list[float] = []
         self.eval_losses: list[float] = []
@@ -29,6 +31,9 @@ class FineTuning(lightning.LightningModule):
         if self.model is None:
             torch.manual_seed(0)
             self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(self.source))
+            with deepspeed.zero.GatheredParameters(list(self.model.parameters())):
+                initial = {name: value.detach().clone() for name, value in self.model.named_parameters()}
+            torch.save(initial, f"{self.output_dir}/initial_{self.trainer.global_rank}.pt")
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
         assert self.model is not None
@@ -63,7 +68,10 @@ def main() -> None:
     args = parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     count = args.steps * args.accumulation * args.devices * 2
-    train = DataLoader(Blocks(args.text, tokenizer, 32, count), batch_size=2)
+    blocks = Blocks(args.text, tokenizer, 32, count)
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    in_order = DistributedSampler(blocks, num_replicas=args.devices, rank=rank, shuffle=False)  # else it is shuffled
+    train = DataLoader(blocks, batch_size=2, sampler=in_order)
     held_out = DataLoader(Blocks(args.text, tokenizer, 32, 8, first=512), batch_size=2)
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -79,7 +87,7 @@ def main() -> None:
         default_root_dir=args.output_dir,
         num_sanity_val_steps=0,
     )
-    module = FineTuning(args.model, args.learning_rate, args.accumulation)
+    module = FineTuning(args.model, args.learning_rate, args.output_dir)
     trainer.fit(module, train, held_out, ckpt_path=args.resume_from)
     trainer.save_checkpoint(f"{args.output_dir}/fit.ckpt")
     if trainer.is_global_zero:

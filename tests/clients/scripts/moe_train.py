@@ -31,6 +31,7 @@ class SparseModel(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         self.moe = MoE(
             hidden_size=width,
             expert=Expert(width),
@@ -43,7 +44,6 @@ class SparseModel(nn.Module):
             use_rts=False,
             top2_2nd_expert_sampling=False,
         )
-        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = self.embed(ids)

@@ -13,7 +13,8 @@ import trilithon
 
 
 class MoE(trilithon.MoE):
-    """As `trilithon.MoE`, with DeepSpeed's defaults: `eval_capacity_factor` 1.0.
+    """As `trilithon.MoE`, with DeepSpeed's defaults: `eval_capacity_factor` 1.0, experts that begin as copies of the
+    given one, and up to k=2 a balance loss of first choices only.
 
     [..., hidden_size] -> ([..., hidden_size], balance loss, tokens by expert). Expert parameters have `allreduce` False
     and `group_name` "ep_size_<n>". Raises ConfigError for arguments that do not fit.
@@ -26,6 +27,7 @@ class MoE(trilithon.MoE):
         use_rts: bool = True, use_tutel: bool = False, enable_expert_tensor_parallelism: bool = False,
         top2_2nd_expert_sampling: bool = True, **native: Any,
     ) -> None:  # fmt: skip
+        native = {"aux_loss_counts": "first" if k <= 2 else "all", "expert_init": "copy"} | native
         super().__init__(
             hidden_size, expert, num_experts, ep_size, k, capacity_factor, eval_capacity_factor, min_capacity,
             use_residual, noisy_gate_policy, drop_tokens, use_rts, use_tutel, enable_expert_tensor_parallelism,
