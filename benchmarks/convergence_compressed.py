@@ -1,6 +1,6 @@
 """Do compressed rules learn as much as the rules they compress? Same model, same text, same steps, several seeds.
 
-    python benchmarks/convergence_compressed.py                    (about 20 minutes on two quiet cores)
+    python benchmarks/convergence_compressed.py                    (about half an hour on two quiet cores)
     python benchmarks/convergence_compressed.py --seeds 1 --steps 60 --only adamw onebit_adam
 
 A GPT of 3 million parameters reads the sources of Python's standard library byte by byte, on two ranks. Every rule sees
@@ -129,7 +129,7 @@ def draw(curves: dict[str, list[list[tuple[int, float]]]], path: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--rows", type=int, default=4, help="sequences of one rank and step")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
