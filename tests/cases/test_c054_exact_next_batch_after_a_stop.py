@@ -28,8 +28,8 @@ def take(loader: Loader, batches: int) -> list[list[int]]:
 
 
 RESUME = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
+import json, os, sys
+sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 import test_c054_exact_next_batch_after_a_stop as case
 request = json.loads(sys.argv[2])
 rest = []

@@ -28,10 +28,11 @@ from side_by_side.summary import loss_spreads, memory_row, ratio, time_row  # no
 from side_by_side.workload import batch, build  # noqa: E402
 
 
-def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def run(script: str, *arguments: object, cold: bool = False) -> subprocess.CompletedProcess[str]:
+    """cold: in an interpreter that has imported nothing yet."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OUT")}
     environment |= {"PYTHONPATH": str(BENCHMARKS.parent / "src"), "OMP_NUM_THREADS": "1"}
-    command = [python(), str(BENCHMARKS / script), *map(str, arguments)]
+    command = [sys.executable if cold else python(), str(BENCHMARKS / script), *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
@@ -130,7 +131,7 @@ def marked(tmp_path: Path) -> list[int]:
 
 def test_start_up_counts_modules_and_seconds(tmp_path):
     out = tmp_path / "rows.jsonl"
-    done = run("start_up.py", "--repeats", 1, "--only", "trilithon", "initialize", "--out", out)
+    done = run("start_up.py", "--repeats", 1, "--only", "trilithon", "initialize", "--out", out, cold=True)
     assert done.returncode == 0, done.stderr
     lazy, whole = rows_of(out)
     assert lazy["modules"] < 50 < whole["modules"]
