@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,7 +17,7 @@ from trilithon.testing import ranks
 
 
 class Model(nn.Module):
-    def __init__(self, kind: type[nn.Module], ep_size: int) -> None:
+    def __init__(self, kind: Callable[..., nn.Module], ep_size: int) -> None:
         super().__init__()
         self.first = nn.Linear(8, 8)
         self.moe = kind(8, nn.Linear(8, 8), num_experts=4, ep_size=ep_size, k=1, use_rts=False, drop_tokens=False)
@@ -24,7 +27,7 @@ class Model(nn.Module):
         return y.square().mean() + 0.01 * balance
 
 
-def trained(kind: type[nn.Module], ep_size: int, x: Tensor) -> dict[str, Tensor]:
+def trained(kind: Callable[..., nn.Module], ep_size: int, x: Tensor) -> dict[str, Tensor]:
     torch.manual_seed(3)
     model = Model(kind, ep_size)
     with trilithon.initialize(model, {"optimizer": {"kind": "sgd", "lr": 0.5}, "zero": {"stage": 1}}) as engine:
@@ -45,5 +48,6 @@ def trained(kind: type[nn.Module], ep_size: int, x: Tensor) -> dict[str, Tensor]
 @ranks(2)
 def test_a_layer_of_experts_trains_as_our_own_and_its_groups_are_found():
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
-    ours, theirs = trained(trilithon.MoE, 2, x), trained(MoE, 2, x)
+    same = partial(trilithon.MoE, expert_init="copy", aux_loss_counts="first")  # DeepSpeed's defaults
+    ours, theirs = trained(same, 2, x), trained(MoE, 2, x)
     assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
