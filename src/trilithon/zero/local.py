@@ -2,12 +2,14 @@
 
 At stages 0 and 1 a rank keeps whole gradients until the boundary anyway, so here they are simply not reduced. Several
 backwards of a window add up as always. Before anything is touched the ranks agree on the same numbers as they do on an
-averaged gradient, with one difference: no rank knows the norm of the mean, so the norm is the root mean square over
-ranks of the local norms, which is at least as large and at most sqrt(ranks) times as large for independent gradients.
+averaged gradient, with one difference: no rank has the mean, so its norm is estimated from random projections, which
+are averaged in its stead (`projection`). The root mean square over ranks of the local norms, which is never smaller,
+bounds it: clipping by that one instead would make every update smaller as soon as the uncompressed phase is over.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from trilithon.zero.agreement import Agreement, Settled
 from trilithon.zero.gradients import UnitGradients
+from trilithon.zero.projection import LENGTH, projection
 from trilithon.zero.unit import Unit
 
 
@@ -29,9 +32,20 @@ class LocalGradients:
         """Agree on norm, idle parameters and the caller's numbers. Collective; changes no gradient."""
         squares = sum(one.keep_local() for one in self._gradients)
         missing = sum(not all(one.used) for one in self._gradients)
-        agreed = self._agree.sum([squares, float(missing), *extra], "local gradient norm")
+        products = self._products(step) if self._world_size > 1 else []
+        agreed = self._agree.sum([squares, float(missing), *products, *extra], "local gradient norm")
         self._idle = self._agree.idle(self._gradients) if agreed[1] > 0 else frozenset()
-        return Settled(agreed[0] / self._world_size, self._idle, tuple(agreed[2:]))
+        squares, products = agreed[0] / self._world_size, agreed[2 : 2 + len(products)]
+        if products and math.isfinite(squares):
+            squares = min(squares, math.fsum(one * one for one in products) / self._world_size**2)
+        return Settled(squares, self._idle, tuple(agreed[2 + len(products) :]))
+
+    def _products(self, step: int) -> list[float]:
+        total = torch.zeros(LENGTH, dtype=torch.float64)
+        for one in self._gradients:
+            assert one.local is not None
+            total += projection(one.local, one.unit.name, step)
+        return [float(value) for value in total.tolist()]
 
     def shapes(self) -> dict[str, torch.Size]:
         """Of whole parameters, by name."""

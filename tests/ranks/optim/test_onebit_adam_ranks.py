@@ -10,6 +10,7 @@ from trilithon.errors import ConfigError
 from trilithon.testing import ranks
 from trilithon.testing.models import MLP, TinyGPT
 from trilithon.testing.parity import rank_part, token_batches, vector_batches
+from trilithon.zero.projection import LENGTH
 
 NEVER = 10_000
 
@@ -98,7 +99,7 @@ def test_bytes_of_both_phases(world_size):
         for one in sent[4:]:  # the fourth also sets up
             assert one.reduce_scatter_bytes == 0
             assert one.all_to_all_bytes + one.all_gather_bytes == expected
-            assert one.all_reduce_bytes <= 64  # the agreement on norm, loss and finiteness
+            assert one.all_reduce_bytes <= 64 + 16 * LENGTH * (world_size - 1) / world_size  # one agreement
         assert sent[3].all_to_all_bytes == sent[4].all_to_all_bytes  # the switch comes after exactly three updates
         ring = 4 * 2 * (world_size - 1) * numel / world_size
         assert ring / expected > 31.0
@@ -145,18 +146,23 @@ def test_micro_batches_give_what_one_batch_gives_in_both_phases(world_size, stag
 
 
 @ranks(3)
-def test_the_norm_of_local_gradients_clips_alike_on_all_ranks(world_size):
+def test_the_norm_of_the_mean_that_nobody_has_clips_alike_on_all_ranks(world_size):
+    """Estimated, with a standard deviation of 4.5 % if the gradient is spread evenly; in no case above what local
+    norms allow."""
     with engine_of({**SIGN, "freeze_step": 1}, clip_norm=0.1) as engine:
         train(engine, BATCHES[:1])
-        engine.backward(engine(*rank_part(BATCHES[1][0], engine.rank, world_size)))
-        sharding = engine._sharding
-        sharding.settle()
-        mine = math.fsum(float(grad.double().square().sum()) for _, grad in sharding.local.items())
-        engine.step()
-        expected = math.sqrt(math.fsum(everyones(mine)) / world_size)
-        assert engine.grad_norm == pytest.approx(expected, rel=1e-6)
-        assert engine.clip_factor == pytest.approx(0.1 / expected, rel=1e-4)
-        assert len(set(everyones((engine.grad_norm, engine.clip_factor)))) == 1
+        for batch in BATCHES[1:4]:
+            engine.backward(engine(*rank_part(batch[0], engine.rank, world_size)))
+            sharding = engine._sharding
+            sharding.settle()
+            local = torch.cat([grad.double() for _, grad in sharding.local.items()])
+            mine = float(local.square().sum())
+            mean = sum(everyones(local)) / world_size
+            engine.step()
+            assert engine.grad_norm == pytest.approx(float(mean.norm()), rel=0.25)
+            assert engine.grad_norm <= math.sqrt(math.fsum(everyones(mine)) / world_size) * (1 + 1e-6)
+            assert engine.clip_factor == pytest.approx(0.1 / engine.grad_norm, rel=1e-4)
+            assert len(set(everyones((engine.grad_norm, engine.clip_factor)))) == 1
 
 
 @ranks(2)
