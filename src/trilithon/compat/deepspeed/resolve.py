@@ -1,41 +1,177 @@
-"""Names that are looked up on first use, so that importing the package costs nothing and touches no device."""
+"""Modules and names of DeepSpeed, made from the tables in `names` when they are first asked for.
+
+Importing the package therefore costs nothing and touches no device. The module of a path is a file at that path here, a
+row of a table, or both. Under the name `deepspeed` (see `stand_in`) and under an alias it is the same module again.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-ROOT = "trilithon.compat.deepspeed"
+from trilithon.compat.deepspeed import names
+from trilithon.compat.deepspeed.names import ROOT
+from trilithon.compat.deepspeed.refused import refused
+
+NAME = "deepspeed"
+_ELSE = "docs/compat.md lists the names that are there, and our own ones for the rest."
 
 
 class MissingNameError(AttributeError):
     """A name of DeepSpeed that is not here; the message says what to use instead."""
 
 
-def resolver(
-    package: str, homes: Mapping[str, str], modules: Collection[str] = (), instead: Mapping[str, str] | None = None
-) -> Callable[[str], Any]:
-    """A module's `__getattr__` (PEP 562).
-
-    homes: name -> the module below `trilithon.compat.deepspeed` that has it, "module:name" where it is called otherwise
-    there. modules: submodules of `package`. instead: name -> what to say of a name that is not here.
-    """
+def fill(module: ModuleType) -> Callable[[str], Any]:
+    """Give a module what the tables tell of it. Returns its `__getattr__` (PEP 562)."""
+    path = module.__name__.removeprefix(ROOT).removeprefix(".")
+    homes = {
+        name: (ROOT + home if home.startswith(".") else home, other or name)
+        for home, words in names.HOMES.get(path, {}).items()
+        for name, _, other in (word.partition("=") for word in words.split())
+    }
+    ways = {name: way for words, way in names.REFUSED.get(path, {}).items() for name in words.split()}
+    shown = f"{path}." if path else ""
 
     def find(name: str) -> Any:
         if name in homes:
-            home, _, other = homes[name].partition(":")
-            value = getattr(import_module(f"{ROOT}.{home}" if home else ROOT), other or name)
-        elif name in modules:
-            value = import_module(f"{package}.{name}")
+            home, other = homes[name]
+            value = getattr(import_module(home), other)
+        elif name in ways:
+            value = refused(shown + name, ways[name])
+        elif not name.startswith("_") and hasattr(module, "__path__") and _is_module(f"{module.__name__}.{name}"):
+            value = import_module(f"{module.__name__}.{name}")
         else:
-            shown = f"deepspeed{package.removeprefix(ROOT)}.{name}"
-            way = (instead or {}).get(
-                name, "docs/compat.md lists the names that are there, and our own ones for the rest."
-            )
-            raise MissingNameError(f"{shown} does not exist here. {way}")
-        setattr(sys.modules[package], name, value)
+            said = names.INSTEAD.get(path, {})
+            way = said.get(name) or said.get("*") or _ELSE
+            raise MissingNameError(f"{NAME}.{shown}{name} does not exist here. {way}")
+        setattr(module, name, value)
         return value
 
+    here = vars(module)
+    here.update(names.VALUES.get(path, {}))
+    own = [name for name in here if not name.startswith("_")]
+    here["__all__"] = list(dict.fromkeys([*here.get("__all__", own), *homes, *ways]))
+    here.setdefault("__getattr__", find)
+    for name, (home, _) in homes.items():
+        if home == f"{module.__name__}.{name}":  # else importing that module would put it in the place of the name
+            find(name)
+    here["__dir__"] = lambda: sorted({*here, *here["__all__"], *_below(path)})
     return find
+
+
+def _is_module(fullname: str) -> bool:
+    return importlib.util.find_spec(fullname) is not None
+
+
+def _below(path: str) -> list[str]:
+    """Modules in the tables directly below one."""
+    parents = ((module.rpartition(".")[0], module) for module in names.MODULES)
+    return [module.rpartition(".")[2] for parent, module in parents if parent == path]
+
+
+def canonical(fullname: str) -> str:
+    """The one name under which a module runs, for `deepspeed.<path>` and aliases; any other name as it is."""
+    top, _, path = fullname.removeprefix("trilithon.compat.").partition(".")
+    if top != NAME or not path:
+        return fullname
+    for alias, module in names.ALIASES.items():
+        if f"{path}.".startswith(f"{alias}."):
+            path = module + path[len(alias) :]
+    return f"{ROOT}.{path}"
+
+
+class Finder(MetaPathFinder):
+    """Finds modules below the package, and the same ones below `deepspeed`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.startswith(f"{NAME}.") and sys.modules.get(NAME) is not sys.modules[ROOT]:
+            return None  # DeepSpeed's own
+        true = canonical(fullname)
+        if true != fullname:
+            return self._as(fullname, true)
+        if not fullname.startswith(f"{ROOT}."):
+            return None
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Filled(spec.loader)
+            return spec
+        if fullname.removeprefix(f"{ROOT}.") not in names.MODULES:
+            return None
+        made = ModuleSpec(fullname, _Filled(None), origin=names.__file__, is_package=True)
+        made.has_location = True
+        return made
+
+    def _as(self, fullname: str, true: str) -> ModuleSpec | None:
+        try:
+            found = importlib.util.find_spec(true)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            if fullname.startswith(f"{NAME}."):
+                _say_instead(fullname)
+            return None
+        package = found.submodule_search_locations is not None
+        return ModuleSpec(fullname, _Same(found), origin=found.origin, is_package=package)
+
+
+class _Filled(Loader):
+    """Runs a module's file, if there is one, and adds what the tables tell of it."""
+
+    def __init__(self, code: Loader | None) -> None:
+        self._code = code
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        if self._code is not None:
+            self._code.exec_module(module)
+        fill(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._code, name)  # what else a loader can do: source, code
+
+
+class _Same(Loader):
+    """A module that is there under its own name, under another one."""
+
+    def __init__(self, found: ModuleSpec) -> None:
+        self._found = found
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return import_module(self._found.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._found  # importlib has put the other name's there; it runs under its own
+
+    def get_code(self, fullname: str) -> Any:
+        """For `python -m deepspeed.<path>`."""
+        loader: Any = self._found.loader
+        return loader.get_code(self._found.name)
+
+    def get_source(self, fullname: str) -> str | None:
+        return Path(self._found.origin).read_text(encoding="utf-8") if self._found.origin else None
+
+
+def _say_instead(fullname: str) -> None:
+    """A part of DeepSpeed that is not here says so, and what to use; for any other name the import fails as usual."""
+    top = fullname.split(".")[1]
+    try:
+        getattr(import_module(ROOT), top)
+    except AttributeError as error:
+        raise ModuleNotFoundError(str(error), name=fullname) from None
+
+
+def install() -> None:
+    """Once in a process."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trilithon.compat.deepspeed.resolve import ROOT, resolver
+from trilithon.compat.deepspeed.names import ROOT
 from trilithon.errors import ConfigError
 from trilithon.tiers.host import available_host_bytes
 
@@ -239,6 +239,3 @@ def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
 
 def is_current_accelerator_supported() -> bool:
     return True
-
-
-__getattr__ = resolver(__name__, {}, ("abstract_accelerator", "real_accelerator"))

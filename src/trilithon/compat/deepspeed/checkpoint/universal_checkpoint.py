@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trilithon.compat.deepspeed.refused import refused
-
 
 @dataclass(frozen=True)
 class SubparamShape:
@@ -14,8 +12,3 @@ class SubparamShape:
     patterns: list[str]
     shape: tuple[tuple[int, ...] | int, ...]
     partition_dim: int
-
-
-enable_universal_checkpoint = refused(
-    "checkpoint.universal_checkpoint.enable_universal_checkpoint", "engine.load_checkpoint takes any checkpoint."
-)

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 logger = logging.getLogger("DeepSpeed")
@@ -50,3 +51,15 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
     if level is None:
         raise ValueError(f"{log_level_str} is not a log level; there are debug, info, warning, error and critical.")
     (custom_logger or logger).setLevel(level)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """A line on what the device has allocated; with `force` only, as in DeepSpeed."""
+    if not force:
+        return
+    if not torch.cuda.is_available():
+        logger.info("%s | no accelerator, so no device memory", message)
+        return
+    now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    logger.info("%s | allocated %.2f GB, at most %.2f GB since last asked", message, now / 2**30, peak / 2**30)
+    torch.cuda.reset_peak_memory_stats()
