@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from trilithon import doctor
-from trilithon.compat.deepspeed.stand_in import NAME
+from trilithon.compat.deepspeed.resolve import NAME
 from trilithon.version import __version__
 
 

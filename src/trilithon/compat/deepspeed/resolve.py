@@ -1,13 +1,14 @@
-"""Modules and names of DeepSpeed, made from the tables in `names` when they are first asked for.
+"""Modules and names of DeepSpeed, made of what `names` tells of them when they are first asked for.
 
-Importing the package therefore costs nothing and touches no device. The module of a path is a file at that path here, a
-row of a table, or both. Under the name `deepspeed` (see `stand_in`) and under an alias it is the same module again.
+Importing the package therefore costs nothing and touches no device. A module is a file at its path here, told of in
+`names`, or both. Under the name `deepspeed` (see `stand_in`) and under an alias it is the same module again.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -28,28 +29,44 @@ class MissingNameError(AttributeError):
     """A name of DeepSpeed that is not here; the message says what to use instead."""
 
 
+def _read() -> tuple[dict[str, dict[str, tuple[str, str]]], dict[str, dict[str, str]], dict[str, set[str]]]:
+    """Of each module: where names are (module, name), why names are refused, and the modules directly below it."""
+    homes: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
+    refusals: dict[str, dict[str, str]] = defaultdict(dict)
+    for line in names.HOMES.split("\n")[1:-1]:
+        module, home, *words = line.split()
+        for name, _, other in (word.partition("=") for word in words):
+            homes[module.strip(".")][name] = (ROOT + home if home.startswith(".") else home, other or name)
+    for paragraph in names.REFUSED.replace("\n    ", " | ").split("\n")[1:-1]:
+        head, *way = paragraph.split(" | ")
+        module, *words = head.split()
+        refusals[module.strip(".")].update(dict.fromkeys(words, " ".join(way)))
+    below: dict[str, set[str]] = defaultdict(set)
+    for module in (*names.ALIASES, *homes, *refusals, *names.VALUES):
+        while module:
+            module, _, last = module.rpartition(".")  # noqa: PLW2901
+            below[module].add(last)
+    return homes, refusals, below
+
+
+_HOMES, _REFUSED, _BELOW = _read()
+
+
 def fill(module: ModuleType) -> Callable[[str], Any]:
-    """Give a module what the tables tell of it. Returns its `__getattr__` (PEP 562)."""
+    """Give a module what is told of it. Returns its `__getattr__` (PEP 562)."""
     path = module.__name__.removeprefix(ROOT).removeprefix(".")
-    homes = {
-        name: (ROOT + home if home.startswith(".") else home, other or name)
-        for home, words in names.HOMES.get(path, {}).items()
-        for name, _, other in (word.partition("=") for word in words.split())
-    }
-    ways = {name: way for words, way in names.REFUSED.get(path, {}).items() for name in words.split()}
-    shown = f"{path}." if path else ""
+    homes, refusals, shown = _HOMES.get(path, {}), _REFUSED.get(path, {}), f"{path}." if path else ""
 
     def find(name: str) -> Any:
         if name in homes:
             home, other = homes[name]
             value = getattr(import_module(home), other)
-        elif name in ways:
-            value = refused(shown + name, ways[name])
+        elif name in refusals:
+            value = refused(shown + name, refusals[name])
         elif not name.startswith("_") and hasattr(module, "__path__") and _is_module(f"{module.__name__}.{name}"):
             value = import_module(f"{module.__name__}.{name}")
         else:
-            said = names.INSTEAD.get(path, {})
-            way = said.get(name) or said.get("*") or _ELSE
+            way = names.INSTEAD.get(shown + name) or names.INSTEAD.get(f"{shown}*") or _ELSE
             raise MissingNameError(f"{NAME}.{shown}{name} does not exist here. {way}")
         setattr(module, name, value)
         return value
@@ -57,23 +74,17 @@ def fill(module: ModuleType) -> Callable[[str], Any]:
     here = vars(module)
     here.update(names.VALUES.get(path, {}))
     own = [name for name in here if not name.startswith("_")]
-    here["__all__"] = list(dict.fromkeys([*here.get("__all__", own), *homes, *ways]))
+    here["__all__"] = list(dict.fromkeys([*here.get("__all__", own), *homes, *refusals]))
+    here["__dir__"] = lambda: sorted({*here, *here["__all__"], *_BELOW.get(path, ())})
     here.setdefault("__getattr__", find)
     for name, (home, _) in homes.items():
         if home == f"{module.__name__}.{name}":  # else importing that module would put it in the place of the name
             find(name)
-    here["__dir__"] = lambda: sorted({*here, *here["__all__"], *_below(path)})
     return find
 
 
 def _is_module(fullname: str) -> bool:
     return importlib.util.find_spec(fullname) is not None
-
-
-def _below(path: str) -> list[str]:
-    """Modules in the tables directly below one."""
-    parents = ((module.rpartition(".")[0], module) for module in names.MODULES)
-    return [module.rpartition(".")[2] for parent, module in parents if parent == path]
 
 
 def canonical(fullname: str) -> str:
@@ -93,40 +104,44 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname.startswith(f"{NAME}.") and sys.modules.get(NAME) is not sys.modules[ROOT]:
+        if fullname.startswith(f"{NAME}.") and sys.modules.get(NAME) is not sys.modules.get(ROOT):
             return None  # DeepSpeed's own
-        true = canonical(fullname)
-        if true != fullname:
-            return self._as(fullname, true)
+        if canonical(fullname) != fullname:
+            return _again(fullname)
         if not fullname.startswith(f"{ROOT}."):
             return None
         spec = PathFinder.find_spec(fullname, path)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Filled(spec.loader)
-            return spec
-        if fullname.removeprefix(f"{ROOT}.") not in names.MODULES:
-            return None
-        made = ModuleSpec(fullname, _Filled(None), origin=names.__file__, is_package=True)
-        made.has_location = True
-        return made
+        if spec is None or spec.loader is None:
+            parent, _, last = fullname.removeprefix(f"{ROOT}.").rpartition(".")
+            if last not in _BELOW.get(parent, ()):
+                return None
+            spec = ModuleSpec(fullname, None, origin=names.__file__, is_package=True)
+            spec.has_location = True
+        spec.loader = _Filled(spec.loader)
+        return spec
 
-    def _as(self, fullname: str, true: str) -> ModuleSpec | None:
-        try:
-            found = importlib.util.find_spec(true)
-        except ModuleNotFoundError:
-            found = None
-        if found is None:
-            if fullname.startswith(f"{NAME}."):
-                _say_instead(fullname)
-            return None
+
+def _again(fullname: str) -> ModuleSpec | None:
+    """A module under another name than its own."""
+    try:
+        found = importlib.util.find_spec(canonical(fullname))
+    except ModuleNotFoundError:
+        found = None
+    if found is not None:
         package = found.submodule_search_locations is not None
         return ModuleSpec(fullname, _Same(found), origin=found.origin, is_package=package)
+    if fullname.startswith(f"{NAME}."):
+        try:  # a part that is not here says so, and what to use; for any other name the import fails as usual
+            getattr(sys.modules[ROOT], fullname.split(".")[1])
+        except AttributeError as error:
+            raise ModuleNotFoundError(str(error), name=fullname) from None
+    return None
 
 
 class _Filled(Loader):
-    """Runs a module's file, if there is one, and adds what the tables tell of it."""
+    """Runs a module's file, if there is one, and adds what is told of it."""
 
-    def __init__(self, code: Loader | None) -> None:
+    def __init__(self, code: Any) -> None:
         self._code = code
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -160,15 +175,6 @@ class _Same(Loader):
 
     def get_source(self, fullname: str) -> str | None:
         return Path(self._found.origin).read_text(encoding="utf-8") if self._found.origin else None
-
-
-def _say_instead(fullname: str) -> None:
-    """A part of DeepSpeed that is not here says so, and what to use; for any other name the import fails as usual."""
-    top = fullname.split(".")[1]
-    try:
-        getattr(import_module(ROOT), top)
-    except AttributeError as error:
-        raise ModuleNotFoundError(str(error), name=fullname) from None
 
 
 def install() -> None:

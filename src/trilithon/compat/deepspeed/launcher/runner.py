@@ -7,21 +7,13 @@ import json
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from trilithon.compat.deepspeed.launcher.flags import (
-    ENVIRONMENT_FILE,
-    HOST_FILE,
-    environment_file,
-    native_arguments,
-    parse_args,
-)
 from trilithon.compat.deepspeed.stand_in import environment
 from trilithon.errors import ConfigError
 from trilithon.launch import Host, read_host_file, select
-
-DLTS_HOSTFILE, DEEPSPEED_ENVIRONMENT_NAME = HOST_FILE, ENVIRONMENT_FILE
+from trilithon.launch.deepspeed import environment_file, native_arguments
 
 
 def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:
@@ -52,26 +44,23 @@ def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
 
 
-def main(args: Sequence[str] | None = None) -> None:
-    """Never returns: the process becomes `trilithon launch`. Exits with 2 for wrong flags."""
+def become(asked: Callable[[], tuple[list[str], list[int] | None]]) -> None:
+    """Never returns: `trilithon launch` with these words on these devices. Exits with 2 where they are wrong."""
     try:
-        words = native_arguments(list(sys.argv[1:] if args is None else args))
+        words, slots = asked()
     except ConfigError as error:
         print(f"deepspeed: {error}", file=sys.stderr)
         sys.exit(2)
     sys.stdout.flush()
+    visible = {} if slots is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))}
     run = [sys.executable, "-m", "trilithon.cli.launch", *words]
-    os.execve(sys.executable, run, {**os.environ, **environment_file(), **environment()})
+    os.execve(sys.executable, run, {**os.environ, **environment_file(), **environment(), **visible})
 
 
-__all__ = [
-    "encode_world_info",
-    "fetch_hostfile",
-    "main",
-    "parse_args",
-    "parse_inclusion_exclusion",
-    "parse_resource_filter",
-]
+def main(args: Sequence[str] | None = None) -> None:
+    """Never returns: the process becomes `trilithon launch`."""
+    become(lambda: (native_arguments(list(sys.argv[1:] if args is None else args)), None))
+
 
 if __name__ == "__main__":
     main()
