@@ -11,7 +11,8 @@ import argparse
 import base64
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trilithon.errors import ConfigError
@@ -118,6 +119,32 @@ def node_arguments(args: argparse.Namespace) -> tuple[list[str], list[int]]:
     words += ["--node-rank", str(args.node_rank), "--master-addr", args.master_addr]
     words += ["--master-port", str(args.master_port)]
     return [*words, *_command(args), args.training_script, *args.training_script_args], slots
+
+
+def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
+    """Machine -> slots as `node_arguments` reads them: JSON in urlsafe base64."""
+    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The `deepspeed` command. Never returns: the process becomes `trilithon launch`, or ends with 2."""
+    _become(lambda: (native_arguments(list(sys.argv[1:] if args is None else args)), None))
+
+
+def node_main(args: Sequence[str] | None = None) -> None:
+    """The same for one machine's processes, on the devices that world_info gives it."""
+    _become(lambda: node_arguments(parse_node_args(args)))
+
+
+def _become(asked: Callable[[], tuple[list[str], list[int] | None]]) -> None:
+    try:
+        words, slots = asked()
+    except ConfigError as error:
+        print(f"deepspeed: {error}", file=sys.stderr)
+        sys.exit(2)
+    visible = {} if slots is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))}
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", "trilithon.cli.launch", *words], {**os.environ, **visible})
 
 
 def _command(args: argparse.Namespace) -> list[str]:

@@ -69,7 +69,8 @@ def test_ranks_find_the_module_its_metadata_and_their_rank(tmp_path):
         "from deepspeed.utils.zero_to_fp32 import WEIGHTS\n"
         "import deepspeed\n"
         "version, crossing = m.version('deepspeed'), os.environ['CROSS_SIZE']\n"
-        "print(os.environ['RANK'], *sys.argv[1:], version, deepspeed.__name__, crossing)\n"
+        "told = [os.environ['RANK'], *sys.argv[1:], version, deepspeed.__name__, crossing]\n"
+        "sys.stdout.write(' '.join(told) + '\\n')\n"  # at once: the ranks share the pipe
     )
     command = [
         sys.executable,

@@ -21,8 +21,10 @@ ALIASES = {
     "runtime.bf16_optimizer": "runtime.base_optimizer",
 }
 
-# Names that are defined elsewhere. A line is a module ("." is the package itself), their home and names; a home that
-# begins with a dot is below this package; `name=other` is called other there.
+# Tables of lines: a module ("." is the package itself) and what there is to tell; a line goes on in the indented ones.
+
+# Names that are defined elsewhere: module, home and names. A home that begins with a dot is below this package;
+# `name=other` is called other there.
 HOMES = """
 . .accelerator get_accelerator
 . .comm init_distributed
@@ -35,13 +37,15 @@ HOMES = """
 . .utils.init_on_device OnDevice
 . .utils.logging log_dist logger
 checkpoint .checkpoint.constants PARAMETER_TO_AVERAGE_PATTERNS PARAMETER_WITH_ROW_PARALLELISM_PATTERNS
-checkpoint .checkpoint.constants PIPELINE_REPLICATED_PARAMETER_PATTERNS TP_REPLICATED_PARAMETER_PATTERNS
-checkpoint .checkpoint.constants UNIVERSAL_CHECKPOINT_INFO VOCABULARY_PARAMETER_PATTERNS
+    PIPELINE_REPLICATED_PARAMETER_PATTERNS TP_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_INFO
+    VOCABULARY_PARAMETER_PATTERNS
 checkpoint .checkpoint.utils clone_tensors_for_torch_save
 checkpoint.deepspeed_checkpoint .checkpoint DeepSpeedCheckpoint
-launcher.launch trilithon.launch.deepspeed native_words=node_arguments parse_args=parse_node_args
+checkpoint.universal_checkpoint .checkpoint.utils SubparamShape
+comm torch.distributed ReduceOp is_available is_initialized
+launcher.launch trilithon.launch.deepspeed main=node_main native_words=node_arguments parse_args=parse_node_args
 launcher.runner trilithon.launch.deepspeed DEEPSPEED_ENVIRONMENT_NAME=ENVIRONMENT_FILE DLTS_HOSTFILE=HOST_FILE
-launcher.runner trilithon.launch.deepspeed parse_args
+    encode_world_info parse_args
 moe.experts trilithon.parallel.moe.experts Experts
 monitor .monitor.monitor MonitorMaster
 ops.adagrad .ops.optimizers DeepSpeedCPUAdagrad
@@ -53,62 +57,59 @@ runtime.pipe .runtime.pipe.topology ProcessTopology
 runtime.utils .utils.logging logger see_memory_usage
 runtime.zero .runtime.zero.parameter_offload DeepSpeedZeRoOffload unwrap_model_for_generation
 runtime.zero .runtime.zero.partition_parameters GatheredParameters Init ZeroParamStatus ZeroParamType
-runtime.zero .runtime.zero.partition_parameters register_external_parameter unregister_external_parameter
+    register_external_parameter unregister_external_parameter
 runtime.zero .runtime.zero.tiling TiledLinear TiledLinearReturnBias
 runtime.zero.linear torch.nn LinearModuleForZeroStage3=Linear
 runtime.zero.linear torch.nn.functional zero3_linear_wrap=linear
 runtime.zero.stage3 .runtime.base_optimizer DeepSpeedZeroOptimizer_Stage3
 runtime.zero.stage3 .runtime.zero.memory_estimates estimate_zero3_model_states_mem_needs model_to_params
-runtime.zero.stage3 .runtime.zero.memory_estimates estimate_zero3_model_states_mem_needs_all_cold
-runtime.zero.stage3 .runtime.zero.memory_estimates estimate_zero3_model_states_mem_needs_all_live
+    estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs_all_live
 runtime.zero.stage_1_and_2 .runtime.base_optimizer DeepSpeedZeroOptimizer
 runtime.zero.stage_1_and_2 .runtime.zero.memory_estimates estimate_zero2_model_states_mem_needs
-runtime.zero.stage_1_and_2 .runtime.zero.memory_estimates estimate_zero2_model_states_mem_needs_all_cold
-runtime.zero.stage_1_and_2 .runtime.zero.memory_estimates estimate_zero2_model_states_mem_needs_all_live
+    estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live
 utils .runtime.dataloader RepeatingLoader
 utils .utils.init_on_device OnDevice
 utils .utils.logging log_dist log_dist_once logger set_log_level_from_string
 utils .utils.nvtx instrument_w_nvtx
 utils .utils.tensor_fragment fragment_address safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state
-utils .utils.tensor_fragment safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state
-utils .utils.tensor_fragment safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state
-utils .utils.tensor_fragment safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state
-utils .utils.tensor_fragment safe_update_full_grad_vectorized
+    safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param
+    safe_set_full_grad safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad
+    safe_set_local_optimizer_state safe_update_full_grad_vectorized
 utils .utils.z3_leaf_module get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name
-utils .utils.z3_leaf_module set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter
+    set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter
 """
 
 _KERNELS = "Models keep their own layers; torch.compile makes them fast."
 _SCHEDULES = "trilithon.PipelineModule with pipeline.schedule chooses among schedules."
 
-# Names that can be imported and compared with, and raise when they are used: module and names, and below the way out.
+# Names that can be imported and compared with, and raise when they are used: module, names and the way out.
 REFUSED = """
-. init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig DeepSpeedHybridEngine
+. init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig DeepSpeedHybridEngine:
     Inference is not in this version: call model.generate under trilithon.zero.gathered(model.parameters()), or
     engine.eval_step inside engine.uneven().
-. DeepSpeedTransformerLayer DeepSpeedTransformerConfig replace_transformer_layer revert_transformer_layer
+. DeepSpeedTransformerLayer DeepSpeedTransformerConfig replace_transformer_layer revert_transformer_layer:
     Models keep their own layers; torch.compile makes them fast.
-. DualPipeVModule DualPipeVEngine
+. DualPipeVModule DualPipeVEngine:
     trilithon.PipelineModule with pipeline.schedule chooses among schedules.
-checkpoint DeepSpeedCheckpoint
+checkpoint DeepSpeedCheckpoint:
     Open a checkpoint, ours or DeepSpeed's, with trilithon.checkpoint.open_checkpoint.
-checkpoint.universal_checkpoint enable_universal_checkpoint
+checkpoint.universal_checkpoint enable_universal_checkpoint:
     engine.load_checkpoint takes any checkpoint.
-launcher.multinode_runner MultiNodeRunner PDSHRunner OpenMPIRunner MPICHRunner IMPIRunner SlurmRunner MVAPICHRunner
+launcher.multinode_runner MultiNodeRunner PDSHRunner OpenMPIRunner MPICHRunner IMPIRunner SlurmRunner MVAPICHRunner:
     Hosts are started over ssh (`deepspeed --hostfile F`), or by srun, whose environment is read.
-module_inject LinearAllreduce LinearLayer replace_transformer_layer revert_transformer_layer set_autotp_mode
+module_inject LinearAllreduce LinearLayer replace_transformer_layer revert_transformer_layer set_autotp_mode:
     Set mesh.tensor and `tensor` in the configuration: matrices are cut by a plan, or by the model's own tp_plan.
-ops.muon Muon MuonWithAuxAdam
+ops.muon Muon MuonWithAuxAdam:
     Pass torch.optim.Muon to initialize at zero stage 0, where every rank holds whole matrices.
-runtime.pipe.schedule PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction
+runtime.pipe.schedule PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction:
     trilithon.parallel.pipeline.make_orders gives every stage's order; pipeline.schedule chooses one.
-runtime.sequence_parallel.ulysses_sp UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter
+runtime.sequence_parallel.ulysses_sp UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter:
     Set mesh.sequence in a native configuration and use trilithon.initialize: attention layers are found by itself.
-runtime.zero MiCS_Init
+runtime.zero MiCS_Init:
     Build the model under deepspeed.zero.Init.
-sequence.layer DistributedAttention single_all_to_all
+sequence.layer DistributedAttention single_all_to_all:
     Set mesh.sequence in the configuration: attention layers are found and their heads are exchanged.
-utils.numa get_numactl_cmd
+utils.numa get_numactl_cmd:
     Bind ranks with numactl, taskset or srun yourself.
 """
 
@@ -148,51 +149,40 @@ INSTEAD = {
 }
 
 
-def _texts(words: str) -> dict[str, Any]:
-    """Constants of text: NAME=text, or NAME alone for its own small letters."""
-    return {name: text or name.lower() for name, _, text in (word.partition("=") for word in words.split())}
-
+# Constants of text: module, and NAME=text or, where it is its own small letters, NAME.
+TEXTS = """
+checkpoint.constants UNIVERSAL_CHECKPOINT_INFO UNIVERSAL_CHECKPOINT_VERSION_KEY=universal_checkpoint_version
+    VOCABULARY_PARAMETER_PATTERNS PIPELINE_REPLICATED_PARAMETER_PATTERNS PARAMETER_TO_AVERAGE_PATTERNS
+    TP_REPLICATED_PARAMETER_PATTERNS PARAMETER_WITH_ROW_PARALLELISM_PATTERNS PARAMETER_WITH_SUB_PARAMS
+    PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0
+launcher.constants PDSH_LAUNCHER=pdsh OPENMPI_LAUNCHER=openmpi MPICH_LAUNCHER=mpich IMPI_LAUNCHER=impi
+    SLURM_LAUNCHER=slurm MVAPICH_LAUNCHER=mvapich
+runtime.constants ROUTE_TRAIN=train ROUTE_EVAL=eval ROUTE_PREDICT=predict ROUTE_ENCODE=encode GRADIENT_CLIPPING
+    TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU GRADIENT_ACCUMULATION_STEPS OPTIMIZER SCHEDULER TYPE
+    OPTIMIZER_PARAMS=params SCHEDULER_PARAMS=params FP16 BFLOAT16=bf16 BFLOAT16_OLD=bfloat16 FP16_ENABLED=enabled
+    BFLOAT16_ENABLED=enabled STEPS_PER_PRINT WALL_CLOCK_BREAKDOWN ZERO_OPTIMIZATION GLOBAL_RANK PLD_THETA=theta
+    PLD_GAMMA=gamma CHECKPOINT LOAD_UNIVERSAL_CHECKPOINT=load_universal
+runtime.fp16.loss_scaler INITIAL_LOSS_SCALE=init_scale SCALE_WINDOW DELAYED_SHIFT CONSECUTIVE_HYSTERESIS
+    MIN_LOSS_SCALE=min_scale
+"""
 
 _BUILDS = ("cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion", "async_io")
 _LACKS = ("sparse_attn", "transformer", "transformer_inference", "quantizer", "gds")
+_STATES = "optim_states hp_params lp_params lp_grads contiguous_grad_buffer"
+_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
+_OFFLOAD = f"{ROOT}.runtime.zero.offload_config"
 
-# Constants and enumerations: module -> {name: value}.
+# Other constants, and enumerations.
 VALUES: dict[str, dict[str, Any]] = {
-    "checkpoint.constants": _texts(
-        "UNIVERSAL_CHECKPOINT_INFO UNIVERSAL_CHECKPOINT_VERSION_KEY=universal_checkpoint_version "
-        "VOCABULARY_PARAMETER_PATTERNS PIPELINE_REPLICATED_PARAMETER_PATTERNS PARAMETER_TO_AVERAGE_PATTERNS "
-        "TP_REPLICATED_PARAMETER_PATTERNS PARAMETER_WITH_ROW_PARALLELISM_PATTERNS PARAMETER_WITH_SUB_PARAMS "
-        "PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0"
-    )
-    | {"UNIVERSAL_CHECKPOINT_VERSION_VALUE": 0.4},
-    "launcher.constants": _texts(
-        "PDSH_LAUNCHER=pdsh OPENMPI_LAUNCHER=openmpi MPICH_LAUNCHER=mpich IMPI_LAUNCHER=impi SLURM_LAUNCHER=slurm "
-        "MVAPICH_LAUNCHER=mvapich"
-    )
-    | {"PDSH_MAX_FAN_OUT": 1024},
+    "checkpoint.constants": {"UNIVERSAL_CHECKPOINT_VERSION_VALUE": 0.4},
+    "launcher.constants": {"PDSH_MAX_FAN_OUT": 1024},
     "ops": {
         "__compatible_ops__": dict.fromkeys(_BUILDS, True) | dict.fromkeys(_LACKS, False),
         "__installed_ops__": dict.fromkeys(_BUILDS + _LACKS, False),  # nothing has to be built beforehand
     },
-    "runtime.constants": _texts(
-        "ROUTE_TRAIN=train ROUTE_EVAL=eval ROUTE_PREDICT=predict ROUTE_ENCODE=encode TRAIN_BATCH_SIZE "
-        "TRAIN_MICRO_BATCH_SIZE_PER_GPU GRADIENT_ACCUMULATION_STEPS GRADIENT_CLIPPING OPTIMIZER SCHEDULER TYPE "
-        "OPTIMIZER_PARAMS=params SCHEDULER_PARAMS=params FP16 BFLOAT16=bf16 BFLOAT16_OLD=bfloat16 FP16_ENABLED=enabled "
-        "BFLOAT16_ENABLED=enabled STEPS_PER_PRINT WALL_CLOCK_BREAKDOWN ZERO_OPTIMIZATION GLOBAL_RANK PLD_THETA=theta "
-        "PLD_GAMMA=gamma CHECKPOINT LOAD_UNIVERSAL_CHECKPOINT=load_universal"
-    ),
-    "runtime.zero.config": {  # checkpoints of DeepSpeed's mention it
-        "ZeroStageEnum": IntEnum(
-            "ZeroStageEnum",
-            {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3},
-            module=f"{ROOT}.runtime.zero.config",
-        ),
-    },
+    "runtime.zero.config": {"ZeroStageEnum": IntEnum("ZeroStageEnum", _STAGES, module=f"{ROOT}.runtime.zero.config")},
     "runtime.zero.offload_config": {
-        name: StrEnum(name, places, module=f"{ROOT}.runtime.zero.offload_config")
-        for name, places in {
-            "OffloadDeviceEnum": "none cpu nvme",
-            "OffloadStateTypeEnum": "optim_states hp_params lp_params lp_grads contiguous_grad_buffer",
-        }.items()
+        "OffloadDeviceEnum": StrEnum("OffloadDeviceEnum", "none cpu nvme", module=_OFFLOAD),
+        "OffloadStateTypeEnum": StrEnum("OffloadStateTypeEnum", _STATES, module=_OFFLOAD),
     },
 }

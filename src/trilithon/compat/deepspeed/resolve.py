@@ -9,11 +9,10 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,33 +28,30 @@ class MissingNameError(AttributeError):
     """A name of DeepSpeed that is not here; the message says what to use instead."""
 
 
-def _read() -> tuple[dict[str, dict[str, tuple[str, str]]], dict[str, dict[str, str]], dict[str, set[str]]]:
-    """Of each module: where names are (module, name), why names are refused, and the modules directly below it."""
-    homes: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
-    refusals: dict[str, dict[str, str]] = defaultdict(dict)
-    for line in names.HOMES.split("\n")[1:-1]:
-        module, home, *words = line.split()
-        for name, _, other in (word.partition("=") for word in words):
-            homes[module.strip(".")][name] = (ROOT + home if home.startswith(".") else home, other or name)
-    for paragraph in names.REFUSED.replace("\n    ", " | ").split("\n")[1:-1]:
-        head, *way = paragraph.split(" | ")
-        module, *words = head.split()
-        refusals[module.strip(".")].update(dict.fromkeys(words, " ".join(way)))
-    below: dict[str, set[str]] = defaultdict(set)
-    for module in (*names.ALIASES, *homes, *refusals, *names.VALUES):
-        while module:
-            module, _, last = module.rpartition(".")  # noqa: PLW2901
-            below[module].add(last)
-    return homes, refusals, below
+def _table(text: str) -> Mapping[str, list[list[str]]]:
+    """Module -> the words of each of its lines."""
+    found = defaultdict(list)
+    for line in text.strip().replace("\n    ", " ").split("\n"):
+        module, *words = line.split()
+        found[module.strip(".")].append(words)
+    return dict(found)
 
 
-_HOMES, _REFUSED, _BELOW = _read()
+_HOMES, _REFUSED, _TEXTS = map(_table, (names.HOMES, names.REFUSED, names.TEXTS))
+_TOLD = {*names.ALIASES, *names.VALUES, *_HOMES, *_REFUSED, *_TEXTS} - {""}
+_MODULES = {".".join(path.split(".")[:depth]) for path in _TOLD for depth in range(1, path.count(".") + 2)}
 
 
 def fill(module: ModuleType) -> Callable[[str], Any]:
     """Give a module what is told of it. Returns its `__getattr__` (PEP 562)."""
     path = module.__name__.removeprefix(ROOT).removeprefix(".")
-    homes, refusals, shown = _HOMES.get(path, {}), _REFUSED.get(path, {}), f"{path}." if path else ""
+    shown, homes, refusals = f"{path}." if path else "", {}, {}
+    for home, *words in _HOMES.get(path, ()):
+        for name, _, other in (word.partition("=") for word in words):
+            homes[name] = (ROOT + home if home.startswith(".") else home, other or name)
+    for words in _REFUSED.get(path, ()):
+        heads, _, way = " ".join(words).partition(": ")
+        refusals.update(dict.fromkeys(heads.split(), way))
 
     def find(name: str) -> Any:
         if name in homes:
@@ -73,14 +69,21 @@ def fill(module: ModuleType) -> Callable[[str], Any]:
 
     here = vars(module)
     here.update(names.VALUES.get(path, {}))
+    for words in _TEXTS.get(path, ()):
+        here.update({name: text or name.lower() for name, _, text in (word.partition("=") for word in words)})
     own = [name for name in here if not name.startswith("_")]
     here["__all__"] = list(dict.fromkeys([*here.get("__all__", own), *homes, *refusals]))
-    here["__dir__"] = lambda: sorted({*here, *here["__all__"], *_BELOW.get(path, ())})
+    here["__dir__"] = lambda: sorted({*here, *here["__all__"], *_below(path)})
     here.setdefault("__getattr__", find)
     for name, (home, _) in homes.items():
         if home == f"{module.__name__}.{name}":  # else importing that module would put it in the place of the name
             find(name)
     return find
+
+
+def _below(path: str) -> list[str]:
+    """Names of the modules directly below one, as far as they are told of."""
+    return [last for parent, _, last in (module.rpartition(".") for module in _MODULES) if parent == path]
 
 
 def _is_module(fullname: str) -> bool:
@@ -112,10 +115,10 @@ class Finder(MetaPathFinder):
             return None
         spec = PathFinder.find_spec(fullname, path)
         if spec is None or spec.loader is None:
-            parent, _, last = fullname.removeprefix(f"{ROOT}.").rpartition(".")
-            if last not in _BELOW.get(parent, ()):
+            path_here = fullname.removeprefix(f"{ROOT}.")
+            if path_here not in _MODULES:
                 return None
-            spec = ModuleSpec(fullname, None, origin=names.__file__, is_package=True)
+            spec = ModuleSpec(fullname, None, origin=names.__file__, is_package=bool(_below(path_here)))
             spec.has_location = True
         spec.loader = _Filled(spec.loader)
         return spec
@@ -152,8 +155,13 @@ class _Filled(Loader):
             self._code.exec_module(module)
         fill(module)
 
+    def get_code(self, fullname: str) -> Any:
+        """For `python -m`: a module that is only told of runs its `main`."""
+        run = compile(f"from {fullname} import main; main()", names.__file__, "exec")
+        return self._code.get_code(fullname) if self._code is not None else run
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._code, name)  # what else a loader can do: source, code
+        return getattr(self._code, name)  # what else a loader can do
 
 
 class _Same(Loader):
@@ -172,9 +180,6 @@ class _Same(Loader):
         """For `python -m deepspeed.<path>`."""
         loader: Any = self._found.loader
         return loader.get_code(self._found.name)
-
-    def get_source(self, fullname: str) -> str | None:
-        return Path(self._found.origin).read_text(encoding="utf-8") if self._found.origin else None
 
 
 def install() -> None:

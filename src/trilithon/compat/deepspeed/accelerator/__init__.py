@@ -19,9 +19,18 @@ from trilithon.errors import ConfigError
 from trilithon.tiers.host import available_host_bytes
 
 
+def _calls(function: Callable[..., Any], passed: int = 0) -> Callable[..., Any]:
+    """A method that calls a function with the first of its arguments, and drops the others."""
+    return lambda _self, *args, **kwargs: function(*[*args, *kwargs.values()][:passed])
+
+
 def _always(value: Any) -> Callable[..., Any]:
-    """A method that returns one value, whatever it is passed."""
-    return lambda *_args, **_kwargs: value
+    return _calls(lambda: value)
+
+
+def _number(*variables: str, default: int) -> Callable[..., Any]:
+    """A method that returns the first of these variables that the launcher has set."""
+    return _calls(lambda: int(next(filter(None, map(os.environ.get, variables)), default)))
 
 
 class DeepSpeedAccelerator:
@@ -39,17 +48,12 @@ class DeepSpeedAccelerator:
     is_available = is_bf16_supported = is_fp16_supported = _always(True)
     range_push = range_pop = set_compile_backend = _always(None)  # ranges are torch.profiler's; engine.compile chooses
     amp, random, get_compile_backend = _always(torch.amp), _always(torch.random), _always("inductor")
+    supported_dtypes = _calls(lambda: [torch.float, torch.half, torch.bfloat16])
+    visible_devices_envs = _calls(lambda: ["CUDA_VISIBLE_DEVICES"])
+    is_pinned = _calls(Tensor.is_pinned, 1)
     op_builder_dir = _always(f"{ROOT}.ops.op_builder")
-
-    def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes."""
-        raise NotImplementedError
-
-    def on_accelerator(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._name
-
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.float, torch.half, torch.bfloat16]
+    total_memory: Callable[..., int]
+    available_memory: Callable[..., int]
 
     def get_op_builder(self, class_name: str) -> Any:
         return getattr(import_module(self.op_builder_dir()), class_name)
@@ -57,17 +61,11 @@ class DeepSpeedAccelerator:
     def create_op_builder(self, class_name: str) -> Any:
         return self.get_op_builder(class_name)()
 
-    def export_envs(self) -> list[str]:
-        return ["NCCL"] if self._name == "cuda" else []
-
-    def visible_devices_envs(self) -> list[str]:
-        return ["CUDA_VISIBLE_DEVICES"]
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._name
 
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
         current_env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, local_accelerator_ids))
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.is_pinned()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -78,32 +76,20 @@ class CPU_Accelerator(DeepSpeedAccelerator):
 
     _name = "cpu"
     Event = Stream = None
-    communication_backend_name = _always("gloo")
+    communication_backend_name, export_envs, memory_stats = _always("gloo"), _calls(list), _calls(dict)
     device_name = current_device_name = _always("cpu")
     is_synchronized_device = use_host_timers = resolves_data_dependency = handles_memory_backpressure = _always(True)
     is_triton_supported = _always(False)
     device = stream = _always(contextlib.nullcontext())
     set_device = synchronize = current_stream = default_stream = empty_cache = reset_peak_memory_stats = _always(None)
-    initial_seed, default_generator = staticmethod(torch.initial_seed), _always(torch.default_generator)
-    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
-
-    def current_device(self) -> int:
-        return int(os.environ.get("LOCAL_RANK") or 0)
-
-    def device_count(self) -> int:
-        return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-
-    def get_rng_state(self, device_index: Any = None) -> Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, new_state: Tensor, device_index: Any = None) -> None:
-        torch.set_rng_state(new_state)
-
-    def available_memory(self, device_index: Any = None) -> int:
-        return available_host_bytes() or 0
-
-    def total_memory(self, device_index: Any = None) -> int:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    current_device = _number("LOCAL_RANK", default=0)
+    device_count = _number("LOCAL_SIZE", "LOCAL_WORLD_SIZE", default=1)
+    manual_seed = manual_seed_all = _calls(torch.manual_seed, 1)
+    initial_seed, default_generator = _calls(torch.initial_seed), _always(torch.default_generator)
+    get_rng_state, set_rng_state = _calls(torch.get_rng_state), _calls(torch.set_rng_state, 1)
+    pin_memory = _calls(lambda tensor: tensor, 1)
+    available_memory = _calls(lambda: available_host_bytes() or 0)
+    total_memory = _calls(lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
     def memory_allocated(self, device_index: Any = None) -> int:
         """Not counted by torch for the host: what is in use on it."""
@@ -111,39 +97,23 @@ class CPU_Accelerator(DeepSpeedAccelerator):
 
     max_memory_allocated = memory_cached = max_memory_cached = memory_reserved = max_memory_reserved = memory_allocated
 
-    def memory_stats(self, device_index: Any = None) -> dict[str, int]:
-        return {}
-
-    def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        return tensor
-
 
 class CUDA_Accelerator(DeepSpeedAccelerator):
     """What is not here is torch.cuda's, under the same name."""
 
     _name = "cuda"
-    communication_backend_name, is_triton_supported = _always("nccl"), _always(True)
+    communication_backend_name, export_envs = _always("nccl"), _calls(lambda: ["NCCL"])
     is_synchronized_device = use_host_timers = resolves_data_dependency = handles_memory_backpressure = _always(False)
+    is_triton_supported, pin_memory = _always(True), _calls(Tensor.pin_memory, 1)
     memory_cached = staticmethod(torch.cuda.memory_reserved)
     max_memory_cached = staticmethod(torch.cuda.max_memory_reserved)
+    current_device_name = _calls(lambda: f"cuda:{torch.cuda.current_device()}")
+    default_generator = _calls(lambda index: torch.cuda.default_generators[index], 1)
+    available_memory = _calls(lambda index=None: torch.cuda.mem_get_info(index)[0], 1)
+    total_memory = _calls(lambda index=None: int(torch.cuda.get_device_properties(index).total_memory), 1)
 
     def device_name(self, device_index: int | None = None) -> str:
         return "cuda" if device_index is None else f"cuda:{device_index}"
-
-    def current_device_name(self) -> str:
-        return f"cuda:{torch.cuda.current_device()}"
-
-    def default_generator(self, device_index: int) -> torch.Generator:
-        return torch.cuda.default_generators[device_index]
-
-    def total_memory(self, device_index: int | None = None) -> int:
-        return int(torch.cuda.get_device_properties(device_index).total_memory)
-
-    def available_memory(self, device_index: int | None = None) -> int:
-        return torch.cuda.mem_get_info(device_index)[0]
-
-    def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        return tensor.pin_memory()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)

@@ -1,19 +1,13 @@
-"""`deepspeed` and `deepspeed.launcher.runner`: DeepSpeed's command, which becomes `trilithon launch`."""
+"""`deepspeed.launcher.runner`: how programs read host files and filters, and the command."""
 
 from __future__ import annotations
 
-import base64
-import json
-import os
-import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trilithon.compat.deepspeed.stand_in import environment
-from trilithon.errors import ConfigError
 from trilithon.launch import Host, read_host_file, select
-from trilithon.launch.deepspeed import environment_file, native_arguments
+from trilithon.launch.deepspeed import main
 
 
 def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:
@@ -37,29 +31,6 @@ def parse_inclusion_exclusion(
 ) -> OrderedDict[str, list[int]]:
     """As `parse_resource_filter`, from machine -> number of slots."""
     return parse_resource_filter({name: range(count) for name, count in resource_pool.items()}, inclusion, exclusion)
-
-
-def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
-    """Machine -> slots as it travels between processes: JSON in urlsafe base64."""
-    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
-
-
-def become(asked: Callable[[], tuple[list[str], list[int] | None]]) -> None:
-    """Never returns: `trilithon launch` with these words on these devices. Exits with 2 where they are wrong."""
-    try:
-        words, slots = asked()
-    except ConfigError as error:
-        print(f"deepspeed: {error}", file=sys.stderr)
-        sys.exit(2)
-    sys.stdout.flush()
-    visible = {} if slots is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))}
-    run = [sys.executable, "-m", "trilithon.cli.launch", *words]
-    os.execve(sys.executable, run, {**os.environ, **environment_file(), **environment(), **visible})
-
-
-def main(args: Sequence[str] | None = None) -> None:
-    """Never returns: the process becomes `trilithon launch`."""
-    become(lambda: (native_arguments(list(sys.argv[1:] if args is None else args)), None))
 
 
 if __name__ == "__main__":

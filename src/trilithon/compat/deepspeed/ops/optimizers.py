@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Self
 
-from trilithon.config.compressed import OneBitAdam as OneBitAdamSection
-from trilithon.config.compressed import ZeroOneAdam as ZeroOneAdamSection
 from trilithon.config.optimizer import Adagrad, Adam, AdamW, Lamb, Lion, OptimizerConfig
 from trilithon.optim.named import Named
 
@@ -121,13 +119,9 @@ class DeepSpeedCPULion(ByName):
 class OnebitAdam(ByName):
     """1-bit Adam, by the name in the configuration."""
 
-    section: OneBitAdamSection
-
 
 class ZeroOneAdam(ByName):
     """0/1 Adam, by the name in the configuration."""
-
-    section: ZeroOneAdamSection
 
 
 class OnebitLamb(ByName):
