@@ -59,7 +59,7 @@ def fill(module: ModuleType) -> Callable[[str], Any]:
             value = getattr(import_module(home), other)
         elif name in refusals:
             value = refused(shown + name, refusals[name])
-        elif not name.startswith("_") and hasattr(module, "__path__") and _is_module(f"{module.__name__}.{name}"):
+        elif name[0] != "_" and hasattr(module, "__path__") and importlib.util.find_spec(f"{module.__name__}.{name}"):
             value = import_module(f"{module.__name__}.{name}")
         else:
             way = names.INSTEAD.get(shown + name) or names.INSTEAD.get(f"{shown}*") or _ELSE
@@ -84,10 +84,6 @@ def fill(module: ModuleType) -> Callable[[str], Any]:
 def _below(path: str) -> list[str]:
     """Names of the modules directly below one, as far as they are told of."""
     return [last for parent, _, last in (module.rpartition(".") for module in _MODULES) if parent == path]
-
-
-def _is_module(fullname: str) -> bool:
-    return importlib.util.find_spec(fullname) is not None
 
 
 def canonical(fullname: str) -> str:

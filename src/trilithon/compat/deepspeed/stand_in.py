@@ -32,24 +32,18 @@ def stand_in(*, installed: bool = False) -> ModuleType:
 
     Raises ImportError when DeepSpeed itself is installed too, or was imported before.
     """
-    package = sys.modules.get(NAME)
-    if package is not None and getattr(package, "__spec__", None) is not None and not _is_ours(package):
+    package, here = sys.modules.get(NAME), sys.modules[HERE]
+    if package is not None and package.__spec__ is not None and not _is_ours(package.__file__):
         raise ImportError(f"the module {NAME} of {package.__file__} was imported before. Start anew without it.")
     if installed:
         _refuse_beside_another()
-    sys.modules[NAME] = module = sys.modules[HERE]
-    return module
+    sys.modules[NAME] = here
+    return here
 
 
-def _is_ours(package: ModuleType) -> bool:
-    if package.__name__ == HERE:
-        return True
-    return package.__file__ is not None and _file_is_ours(Path(package.__file__))
-
-
-def _file_is_ours(path: Path) -> bool:
+def _is_ours(file: str | Path | None) -> bool:
     try:
-        return MARK in path.read_text(encoding="utf-8", errors="replace")
+        return file is not None and MARK in Path(file).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
 
@@ -57,7 +51,7 @@ def _file_is_ours(path: Path) -> bool:
 def _refuse_beside_another() -> None:
     others = [found for found in importlib.metadata.distributions(name=NAME) if "trilithon" not in found.version]
     files = [Path(folder or ".") / NAME / "__init__.py" for folder in sys.path]
-    foreign = [path for path in files if path.is_file() and not _file_is_ours(path)]
+    foreign = [path for path in files if path.is_file() and not _is_ours(path)]
     if others or foreign:
         what = f"DeepSpeed {others[0].version}" if others else str(foreign[0].parent)
         raise ImportError(
