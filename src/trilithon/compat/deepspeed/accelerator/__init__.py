@@ -93,7 +93,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
 
     def memory_allocated(self, device_index: Any = None) -> int:
         """Not counted by torch for the host: what is in use on it."""
-        return self.total_memory() - self.available_memory()
+        return int(self.total_memory() - self.available_memory())
 
     max_memory_allocated = memory_cached = max_memory_cached = memory_reserved = max_memory_reserved = memory_allocated
 
