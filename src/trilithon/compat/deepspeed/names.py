@@ -79,75 +79,62 @@ utils .utils.z3_leaf_module get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_m
     set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter
 """
 
-_KERNELS = "Models keep their own layers; torch.compile makes them fast."
-_SCHEDULES = "trilithon.PipelineModule with pipeline.schedule chooses among schedules."
-
 # Names that can be imported and compared with, and raise when they are used: module, names and the way out.
 REFUSED = """
-. init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig DeepSpeedHybridEngine:
-    Inference is not in this version: call model.generate under trilithon.zero.gathered(model.parameters()), or
-    engine.eval_step inside engine.uneven().
-. DeepSpeedTransformerLayer DeepSpeedTransformerConfig replace_transformer_layer revert_transformer_layer:
-    Models keep their own layers; torch.compile makes them fast.
-. DualPipeVModule DualPipeVEngine:
-    trilithon.PipelineModule with pipeline.schedule chooses among schedules.
-checkpoint DeepSpeedCheckpoint:
-    Open a checkpoint, ours or DeepSpeed's, with trilithon.checkpoint.open_checkpoint.
-checkpoint.universal_checkpoint enable_universal_checkpoint:
-    engine.load_checkpoint takes any checkpoint.
+. init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig DeepSpeedHybridEngine: Inference is
+    not in this version: call model.generate under trilithon.zero.gathered(model.parameters()), or engine.eval_step
+    inside engine.uneven().
+. DeepSpeedTransformerLayer DeepSpeedTransformerConfig replace_transformer_layer revert_transformer_layer: Models keep
+    their own layers; torch.compile makes them fast.
+. DualPipeVModule DualPipeVEngine: trilithon.PipelineModule with pipeline.schedule chooses among schedules.
+checkpoint DeepSpeedCheckpoint: Open a checkpoint, ours or DeepSpeed's, with trilithon.checkpoint.open_checkpoint.
+checkpoint.universal_checkpoint enable_universal_checkpoint: engine.load_checkpoint takes any checkpoint.
 launcher.multinode_runner MultiNodeRunner PDSHRunner OpenMPIRunner MPICHRunner IMPIRunner SlurmRunner MVAPICHRunner:
     Hosts are started over ssh (`deepspeed --hostfile F`), or by srun, whose environment is read.
-module_inject LinearAllreduce LinearLayer replace_transformer_layer revert_transformer_layer set_autotp_mode:
-    Set mesh.tensor and `tensor` in the configuration: matrices are cut by a plan, or by the model's own tp_plan.
-ops.muon Muon MuonWithAuxAdam:
-    Pass torch.optim.Muon to initialize at zero stage 0, where every rank holds whole matrices.
+module_inject LinearAllreduce LinearLayer replace_transformer_layer revert_transformer_layer set_autotp_mode: Set
+    mesh.tensor and `tensor` in the configuration: matrices are cut by a plan, or by the model's own tp_plan.
+ops.muon Muon MuonWithAuxAdam: Pass torch.optim.Muon to initialize at zero stage 0, where every rank holds whole
+    matrices.
 runtime.pipe.schedule PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction:
     trilithon.parallel.pipeline.make_orders gives every stage's order; pipeline.schedule chooses one.
-runtime.sequence_parallel.ulysses_sp UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter:
-    Set mesh.sequence in a native configuration and use trilithon.initialize: attention layers are found by itself.
-runtime.zero MiCS_Init:
-    Build the model under deepspeed.zero.Init.
-sequence.layer DistributedAttention single_all_to_all:
-    Set mesh.sequence in the configuration: attention layers are found and their heads are exchanged.
-utils.numa get_numactl_cmd:
-    Bind ranks with numactl, taskset or srun yourself.
+runtime.sequence_parallel.ulysses_sp UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter: Set mesh.sequence in a native
+    configuration and use trilithon.initialize: attention layers are found by itself.
+runtime.zero MiCS_Init: Build the model under deepspeed.zero.Init.
+sequence.layer DistributedAttention single_all_to_all: Set mesh.sequence in the configuration: attention layers are
+    found and their heads are exchanged.
+utils.numa get_numactl_cmd: Bind ranks with numactl, taskset or srun yourself.
 """
 
-_GENERATES = "Generation goes through the module itself, under trilithon.zero.gathered or engine.uneven()."
-_NORM = "engine.get_global_grad_norm() has the norm."
-_LAYERS = "trilithon.PipelineModule(partition_method=...) balances layers."
-
-# What is said of names that are not here at all; "*" is any name of a module.
-INSTEAD = {
-    "elasticity": "trilithon launch restarts with the ranks that are left; give the batch sizes themselves.",
-    "compression": "trilithon.compress.distill has knowledge distillation; quantised training is not in this version.",
-    "autotuning": "`trilithon check` and `trilithon doctor` say what a configuration will need.",
-    "inference": _GENERATES,
-    "profiling": "monitor.profile_step measures one step.",
-    "io": "trilithon.tiers has the files that state rests in.",
-    "model_implementations": "Models stay as they are; there are no replacements of layers.",
-    "linear": "peft has LoRA.",
-    **dict.fromkeys(("datastates", "nebula"), "engine.save(blocking=False) writes checkpoints in the background."),
-    **dict.fromkeys(("monitor.wandb", "monitor.comet"), "monitor.csv and monitor.tensorboard are there."),
-    "ops.aio": "offload.path in the configuration names where state rests on disk; trilithon.tiers has the files.",
-    "ops.transformer": "Models keep their own layers; torch.compile makes them fast.",
-    "ops.sparse_attention": "torch.nn.attention.flex_attention has block-sparse attention.",
-    **dict.fromkeys(("ops.quantizer", "ops.fp_quantizer"), "Quantisation is not in this version."),
-    "ops.op_builder.*": "No kernel of that name is used.",
-    "runtime.compiler": "engine.compile() calls torch.compile on the module.",
-    "runtime.data_pipeline": "trilithon.data has loaders and samplers; curricula are not in this version.",
-    "runtime.hybrid_engine": _GENERATES,
-    "runtime.quantize": "Quantised training is not in this version.",
-    **dict.fromkeys(("runtime.eigenvalue", "runtime.progressive_layer_drop"), "It is not in this version."),
-    "runtime.state_dict_factory": "trilithon.checkpoint.open_checkpoint reads checkpoints of any layout.",
-    "runtime.sparse_tensor": "Gradients are dense here; embeddings with sparse=True are made dense as they arrive.",
-    "runtime.swap_tensor": "offload.state and offload.parameters in the configuration say what rests on disk.",
-    "runtime.fp16.onebit": "OneBitAdam, ZeroOneAdam and OneBitLamb are chosen by name in the configuration.",
-    "runtime.utils.clip_grad_norm_": f"gradient_clipping in the configuration clips; {_NORM}",
-    "runtime.utils.get_grad_norm": _NORM,
-    **dict.fromkeys(("runtime.utils.partition_balanced", "runtime.utils.partition_uniform"), _LAYERS),
-}
-
+# What is said of names that are not here at all, in the same way; * is any other name of a module.
+INSTEAD = """
+. elasticity: trilithon launch restarts with the ranks that are left; give the batch sizes themselves.
+. compression: trilithon.compress.distill has knowledge distillation; quantised training is not in this version.
+. autotuning: `trilithon check` and `trilithon doctor` say what a configuration will need.
+. inference: Generation goes through the module itself, under trilithon.zero.gathered or engine.uneven().
+. profiling: monitor.profile_step measures one step.
+. io: trilithon.tiers has the files that state rests in.
+. model_implementations: Models stay as they are; there are no replacements of layers.
+. linear: peft has LoRA.
+. datastates nebula: engine.save(blocking=False) writes checkpoints in the background.
+monitor wandb comet: monitor.csv and monitor.tensorboard are there.
+ops aio: offload.path in the configuration names where state rests on disk; trilithon.tiers has the files.
+ops transformer: Models keep their own layers; torch.compile makes them fast.
+ops sparse_attention: torch.nn.attention.flex_attention has block-sparse attention.
+ops quantizer fp_quantizer: Quantisation is not in this version.
+ops.op_builder *: No kernel of that name is used.
+runtime compiler: engine.compile() calls torch.compile on the module.
+runtime data_pipeline: trilithon.data has loaders and samplers; curricula are not in this version.
+runtime hybrid_engine: Generation goes through the module itself, under trilithon.zero.gathered or engine.uneven().
+runtime quantize: Quantised training is not in this version.
+runtime eigenvalue progressive_layer_drop: It is not in this version.
+runtime state_dict_factory: trilithon.checkpoint.open_checkpoint reads checkpoints of any layout.
+runtime sparse_tensor: Gradients are dense here; embeddings with sparse=True are made dense as they arrive.
+runtime swap_tensor: offload.state and offload.parameters in the configuration say what rests on disk.
+runtime.fp16 onebit: OneBitAdam, ZeroOneAdam and OneBitLamb are chosen by name in the configuration.
+runtime.utils clip_grad_norm_: gradient_clipping in the configuration clips; engine.get_global_grad_norm() has the norm.
+runtime.utils get_grad_norm: engine.get_global_grad_norm() has the norm.
+runtime.utils partition_balanced partition_uniform: trilithon.PipelineModule(partition_method=...) balances layers.
+"""
 
 # Constants of text: module, and NAME=text or, where it is its own small letters, NAME.
 TEXTS = """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -37,7 +37,13 @@ def _table(text: str) -> Mapping[str, list[list[str]]]:
     return dict(found)
 
 
-_HOMES, _REFUSED, _TEXTS = map(_table, (names.HOMES, names.REFUSED, names.TEXTS))
+def _ways(lines: Iterable[list[str]]) -> dict[str, str]:
+    """Name -> the way out, of a module's lines."""
+    parts = (" ".join(words).partition(": ") for words in lines)
+    return {name: way for heads, _, way in parts for name in heads.split()}
+
+
+_HOMES, _REFUSED, _INSTEAD, _TEXTS = map(_table, (names.HOMES, names.REFUSED, names.INSTEAD, names.TEXTS))
 _TOLD = {*names.ALIASES, *names.VALUES, *_HOMES, *_REFUSED, *_TEXTS} - {""}
 _MODULES = {".".join(path.split(".")[:depth]) for path in _TOLD for depth in range(1, path.count(".") + 2)}
 
@@ -45,13 +51,11 @@ _MODULES = {".".join(path.split(".")[:depth]) for path in _TOLD for depth in ran
 def fill(module: ModuleType) -> Callable[[str], Any]:
     """Give a module what is told of it. Returns its `__getattr__` (PEP 562)."""
     path = module.__name__.removeprefix(ROOT).removeprefix(".")
-    shown, homes, refusals = f"{path}." if path else "", {}, {}
+    shown, homes = f"{path}." if path else "", {}
+    refusals, instead = (_ways(table.get(path, ())) for table in (_REFUSED, _INSTEAD))
     for home, *words in _HOMES.get(path, ()):
         for name, _, other in (word.partition("=") for word in words):
             homes[name] = (ROOT + home if home.startswith(".") else home, other or name)
-    for words in _REFUSED.get(path, ()):
-        heads, _, way = " ".join(words).partition(": ")
-        refusals.update(dict.fromkeys(heads.split(), way))
 
     def find(name: str) -> Any:
         if name in homes:
@@ -62,7 +66,7 @@ def fill(module: ModuleType) -> Callable[[str], Any]:
         elif name[0] != "_" and hasattr(module, "__path__") and importlib.util.find_spec(f"{module.__name__}.{name}"):
             value = import_module(f"{module.__name__}.{name}")
         else:
-            way = names.INSTEAD.get(shown + name) or names.INSTEAD.get(f"{shown}*") or _ELSE
+            way = instead.get(name) or instead.get("*") or _ELSE
             raise MissingNameError(f"{NAME}.{shown}{name} does not exist here. {way}")
         setattr(module, name, value)
         return value
