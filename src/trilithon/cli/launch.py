@@ -15,9 +15,9 @@ from typing import Annotated, Literal
 import typer
 
 from trilithon.compat.deepspeed import stand_in
-from trilithon.compat.deepspeed.launcher.flags import environment_file, native_arguments
 from trilithon.errors import TrilithonError
 from trilithon.launch import Command, LaunchOptions, make_plan
+from trilithon.launch.deepspeed import environment_file, native_arguments
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # what follows the script is the script's
 

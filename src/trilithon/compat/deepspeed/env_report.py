@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from trilithon import doctor
-from trilithon.compat.deepspeed.stand_in import NAME
+from trilithon.compat.deepspeed.resolve import NAME
 from trilithon.version import __version__
 
 
@@ -22,11 +22,10 @@ def main(args: Sequence[str] | None = None) -> None:
     flags = p.parse_args(args)
     if not flags.hide_operator_status:
         print("operators: none is compiled ahead; kernels are compiled on first use, with plain torch beside them")
-    try:
-        version = importlib.metadata.version(NAME)
-    except importlib.metadata.PackageNotFoundError:
-        version = "not visible to this process"
-    print(f"deepspeed ......... {version}\ntrilithon ......... {__version__}")
+    seen = [found.version for found in importlib.metadata.distributions(name=NAME)]
+    print(
+        f"deepspeed ......... {seen[0] if seen else 'not visible to this process'}\ntrilithon ......... {__version__}"
+    )
     print(f"torch ............. {torch.__version__}\ncuda of torch ..... {torch.version.cuda or 'none'}")
     print(f"python ............ {sys.version.split()[0]}")
     if not flags.hide_errors_and_warnings:

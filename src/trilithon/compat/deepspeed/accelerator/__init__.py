@@ -7,70 +7,53 @@ from __future__ import annotations
 
 import contextlib
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from trilithon.compat.deepspeed.resolve import ROOT, resolver
+from trilithon.compat.deepspeed.names import ROOT
 from trilithon.errors import ConfigError
 from trilithon.tiers.host import available_host_bytes
+
+
+def _calls(function: Callable[..., Any], passed: int = 0) -> Callable[..., Any]:
+    """A method that calls a function with the first of its arguments, and drops the others."""
+    return lambda _self, *args, **kwargs: function(*[*args, *kwargs.values()][:passed])
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return _calls(lambda: value)
+
+
+def _number(*variables: str, default: int) -> Callable[..., Any]:
+    """A method that returns the first of these variables that the launcher has set."""
+    return _calls(lambda: int(next(filter(None, map(os.environ.get, variables)), default)))
 
 
 class DeepSpeedAccelerator:
     """What both kinds of device have. Names of tensor types and the like are those of torch."""
 
     _name: ClassVar[str]
-    _backend: ClassVar[str]
-    BoolTensor, ByteTensor = torch.BoolTensor, torch.ByteTensor
-    IntTensor, LongTensor = torch.IntTensor, torch.LongTensor
-    FloatTensor, DoubleTensor = torch.FloatTensor, torch.DoubleTensor
-    HalfTensor, BFloat16Tensor = torch.HalfTensor, torch.BFloat16Tensor
-
-    def communication_backend_name(self) -> str:
-        return self._backend
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_synchronized_device(self) -> bool:
-        """Work is done when a call returns."""
-        return self._name == "cpu"
-
-    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
-
-    def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes."""
-        raise NotImplementedError
-
-    def on_accelerator(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._name
-
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    def is_fp16_supported(self) -> bool:
-        return True
-
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.float, torch.half, torch.bfloat16]
-
-    def is_triton_supported(self) -> bool:
-        return self._name == "cuda"
-
-    def amp(self) -> Any:
-        return torch.amp
-
-    def range_push(self, msg: str) -> None:
-        """Ranges are those of torch.profiler."""
-
-    def range_pop(self) -> None:
-        """Ranges are those of torch.profiler."""
-
-    def op_builder_dir(self) -> str:
-        return f"{ROOT}.ops.op_builder"
+    BoolTensor, ByteTensor, IntTensor, LongTensor = (
+        torch.BoolTensor,
+        torch.ByteTensor,
+        torch.IntTensor,
+        torch.LongTensor,
+    )
+    FloatTensor, DoubleTensor, HalfTensor = torch.FloatTensor, torch.DoubleTensor, torch.HalfTensor
+    BFloat16Tensor = torch.BFloat16Tensor
+    is_available = is_bf16_supported = is_fp16_supported = _always(True)
+    range_push = range_pop = set_compile_backend = _always(None)  # ranges are torch.profiler's; engine.compile chooses
+    amp, random, get_compile_backend = _always(torch.amp), _always(torch.random), _always("inductor")
+    supported_dtypes = _calls(lambda: [torch.float, torch.half, torch.bfloat16])
+    visible_devices_envs = _calls(lambda: ["CUDA_VISIBLE_DEVICES"])
+    is_pinned = _calls(Tensor.is_pinned, 1)
+    op_builder_dir = _always(f"{ROOT}.ops.op_builder")
+    total_memory: Callable[..., int]
+    available_memory: Callable[..., int]
 
     def get_op_builder(self, class_name: str) -> Any:
         return getattr(import_module(self.op_builder_dir()), class_name)
@@ -78,142 +61,59 @@ class DeepSpeedAccelerator:
     def create_op_builder(self, class_name: str) -> Any:
         return self.get_op_builder(class_name)()
 
-    def export_envs(self) -> list[str]:
-        return ["NCCL"] if self._name == "cuda" else []
-
-    def visible_devices_envs(self) -> list[str]:
-        return ["CUDA_VISIBLE_DEVICES"]
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._name
 
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
         current_env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, local_accelerator_ids))
-
-    def get_compile_backend(self) -> str:
-        return "inductor"
-
-    def set_compile_backend(self, backend: str) -> None:
-        """engine.compile(backend=...) chooses."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
 class CPU_Accelerator(DeepSpeedAccelerator):
-    """One device, the host: streams and events do nothing, memory is the host's."""
+    """One device, the host, whose work is done when a call returns: streams do nothing, memory is the host's."""
 
-    _name, _backend = "cpu", "gloo"
-    Event: Any = None
-    Stream: Any = None
-
-    def device_name(self, device_index: int | None = None) -> str:
-        return "cpu"
-
-    current_device_name = device_name
-
-    def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def set_device(self, device_index: Any) -> None:
-        """There is one."""
-
-    def current_device(self) -> int:
-        return int(os.environ.get("LOCAL_RANK") or 0)
-
-    def device_count(self) -> int:
-        return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-
-    def synchronize(self, device_index: Any = None) -> None:
-        """Work is done when a call returns."""
-
-    def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def current_stream(self, device_index: Any = None) -> None:
-        return None
-
-    default_stream = current_stream
-
-    def manual_seed(self, seed: int) -> Any:
-        return torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def initial_seed(self) -> int:
-        return torch.initial_seed()
-
-    def get_rng_state(self, device_index: Any = None) -> Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, new_state: Tensor, device_index: Any = None) -> None:
-        torch.set_rng_state(new_state)
-
-    def random(self) -> Any:
-        return torch.random
-
-    def default_generator(self, device_index: Any = None) -> torch.Generator:
-        return torch.default_generator
-
-    def empty_cache(self) -> None:
-        """There is none."""
-
-    def available_memory(self, device_index: Any = None) -> int:
-        return available_host_bytes() or 0
-
-    def total_memory(self, device_index: Any = None) -> int:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    _name = "cpu"
+    Event = Stream = None
+    communication_backend_name, export_envs, memory_stats = _always("gloo"), _calls(list), _calls(dict)
+    device_name = current_device_name = _always("cpu")
+    is_synchronized_device = use_host_timers = resolves_data_dependency = handles_memory_backpressure = _always(True)
+    is_triton_supported = _always(False)
+    device = stream = _always(contextlib.nullcontext())
+    set_device = synchronize = current_stream = default_stream = empty_cache = reset_peak_memory_stats = _always(None)
+    current_device = _number("LOCAL_RANK", default=0)
+    device_count = _number("LOCAL_SIZE", "LOCAL_WORLD_SIZE", default=1)
+    manual_seed = manual_seed_all = _calls(torch.manual_seed, 1)
+    initial_seed, default_generator = _calls(torch.initial_seed), _always(torch.default_generator)
+    get_rng_state, set_rng_state = _calls(torch.get_rng_state), _calls(torch.set_rng_state, 1)
+    pin_memory = _calls(lambda tensor: tensor, 1)
+    available_memory = _calls(lambda: available_host_bytes() or 0)
+    total_memory = _calls(lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
     def memory_allocated(self, device_index: Any = None) -> int:
         """Not counted by torch for the host: what is in use on it."""
-        return self.total_memory() - self.available_memory()
+        return int(self.total_memory() - self.available_memory())
 
     max_memory_allocated = memory_cached = max_memory_cached = memory_reserved = max_memory_reserved = memory_allocated
-
-    def reset_peak_memory_stats(self, device_index: Any = None) -> None:
-        """Nothing is kept."""
-
-    def memory_stats(self, device_index: Any = None) -> dict[str, int]:
-        return {}
-
-    def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        return tensor
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.is_pinned()
 
 
 class CUDA_Accelerator(DeepSpeedAccelerator):
     """What is not here is torch.cuda's, under the same name."""
 
-    _name, _backend = "cuda", "nccl"
+    _name = "cuda"
+    communication_backend_name, export_envs = _always("nccl"), _calls(lambda: ["NCCL"])
+    is_synchronized_device = use_host_timers = resolves_data_dependency = handles_memory_backpressure = _always(False)
+    is_triton_supported, pin_memory = _always(True), _calls(Tensor.pin_memory, 1)
+    memory_cached = staticmethod(torch.cuda.memory_reserved)
+    max_memory_cached = staticmethod(torch.cuda.max_memory_reserved)
+    current_device_name = _calls(lambda: f"cuda:{torch.cuda.current_device()}")
+    default_generator = _calls(lambda index: torch.cuda.default_generators[index], 1)
+    available_memory = _calls(lambda index=None: torch.cuda.mem_get_info(index)[0], 1)
+    total_memory = _calls(lambda index=None: int(torch.cuda.get_device_properties(index).total_memory), 1)
 
     def device_name(self, device_index: int | None = None) -> str:
         return "cuda" if device_index is None else f"cuda:{device_index}"
-
-    def current_device_name(self) -> str:
-        return f"cuda:{torch.cuda.current_device()}"
-
-    def default_generator(self, device_index: int) -> torch.Generator:
-        return torch.cuda.default_generators[device_index]
-
-    def random(self) -> Any:
-        return torch.random
-
-    def total_memory(self, device_index: int | None = None) -> int:
-        return int(torch.cuda.get_device_properties(device_index).total_memory)
-
-    def available_memory(self, device_index: int | None = None) -> int:
-        return torch.cuda.mem_get_info(device_index)[0]
-
-    def memory_cached(self, device_index: int | None = None) -> int:
-        return torch.cuda.memory_reserved(device_index)
-
-    def max_memory_cached(self, device_index: int | None = None) -> int:
-        return torch.cuda.max_memory_reserved(device_index)
-
-    def pin_memory(self, tensor: Tensor, align_bytes: int = 1) -> Tensor:
-        return tensor.pin_memory()
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.is_pinned()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -239,6 +139,3 @@ def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
 
 def is_current_accelerator_supported() -> bool:
     return True
-
-
-__getattr__ = resolver(__name__, {}, ("abstract_accelerator", "real_accelerator"))

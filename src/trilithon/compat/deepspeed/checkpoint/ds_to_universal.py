@@ -18,17 +18,17 @@ def parse_arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="ds_to_universal")
     p.add_argument("--input_folder", required=True, help="one checkpoint")
     p.add_argument("--output_folder", required=True, help="where the new one goes")
-    p.add_argument("--num_extract_workers", type=int, default=4)
-    p.add_argument("--num_merge_workers", type=int, default=2)
-    p.add_argument("--keep_temp_folder", action="store_true")
+    for flag, number in {"--num_extract_workers": 4, "--num_merge_workers": 2}.items():
+        p.add_argument(flag, type=int, default=number)
+    for flag in ("--keep_temp_folder", "--inject_missing_state"):
+        p.add_argument(flag, action="store_true")
     p.add_argument("--no_strict", dest="strict", action="store_false")
-    p.add_argument("--inject_missing_state", action="store_true")
     return p.parse_args(args)
 
 
 def main(args: argparse.Namespace | None = None) -> None:
     """Raises CheckpointError if the input cannot be read, or the output is there."""
-    chosen = args if args is not None else parse_arguments()
+    chosen = args or parse_arguments()
     source, target = Path(chosen.input_folder), Path(chosen.output_folder)
     if not source.is_dir():
         raise CheckpointError(f"--input_folder {source} does not exist. Name the folder of one checkpoint.")

@@ -1,11 +1,21 @@
-"""`deepspeed.checkpoint.utils`."""
+"""What `deepspeed.checkpoint` has besides commands."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SubparamShape:
+    """Of parameters that are several in one, in a model's `universal_checkpoint_info()`."""
+
+    patterns: list[str]
+    shape: tuple[tuple[int, ...] | int, ...]
+    partition_dim: int
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
@@ -14,11 +24,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
         return item.detach().clone().to(device)
     if isinstance(item, dict):
         return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
-    if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return type(item)(*(clone_tensors_for_torch_save(value, device) for value in item))
     if isinstance(item, list | tuple):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+        parts = [clone_tensors_for_torch_save(value, device) for value in item]
+        return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
     return item
-
-
-__all__ = ["clone_tensors_for_torch_save"]

@@ -11,21 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ReduceOp as ReduceOp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trilithon.comm import mesh
 from trilithon.errors import ConfigError
 
 DEFAULT_TIMEOUT = timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", "10")))
-
-
-def is_available() -> bool:
-    return dist.is_available()
-
-
-def is_initialized() -> bool:
-    return dist.is_initialized()
 
 
 def init_distributed(
@@ -85,7 +76,7 @@ def barrier(group: Any = None, async_op: bool = False, **_: Any) -> Any:
 
 
 def reduce_scatter_fn(
-    output: Any, tensor: Any, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+    output: Any, tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
     return dist.reduce_scatter_tensor(output, tensor, op=op, group=group, async_op=async_op)
 

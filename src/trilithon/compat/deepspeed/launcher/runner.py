@@ -1,27 +1,13 @@
-"""`deepspeed` and `deepspeed.launcher.runner`: DeepSpeed's command, which becomes `trilithon launch`."""
+"""`deepspeed.launcher.runner`: how programs read host files and filters, and the command."""
 
 from __future__ import annotations
 
-import base64
-import json
-import os
-import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trilithon.compat.deepspeed.launcher.flags import (
-    ENVIRONMENT_FILE,
-    HOST_FILE,
-    environment_file,
-    native_arguments,
-    parse_args,
-)
-from trilithon.compat.deepspeed.stand_in import environment
-from trilithon.errors import ConfigError
 from trilithon.launch import Host, read_host_file, select
-
-DLTS_HOSTFILE, DEEPSPEED_ENVIRONMENT_NAME = HOST_FILE, ENVIRONMENT_FILE
+from trilithon.launch.deepspeed import main
 
 
 def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:
@@ -46,32 +32,6 @@ def parse_inclusion_exclusion(
     """As `parse_resource_filter`, from machine -> number of slots."""
     return parse_resource_filter({name: range(count) for name, count in resource_pool.items()}, inclusion, exclusion)
 
-
-def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
-    """Machine -> slots as it travels between processes: JSON in urlsafe base64."""
-    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
-
-
-def main(args: Sequence[str] | None = None) -> None:
-    """Never returns: the process becomes `trilithon launch`. Exits with 2 for wrong flags."""
-    try:
-        words = native_arguments(list(sys.argv[1:] if args is None else args))
-    except ConfigError as error:
-        print(f"deepspeed: {error}", file=sys.stderr)
-        sys.exit(2)
-    sys.stdout.flush()
-    run = [sys.executable, "-m", "trilithon.cli.launch", *words]
-    os.execve(sys.executable, run, {**os.environ, **environment_file(), **environment()})
-
-
-__all__ = [
-    "encode_world_info",
-    "fetch_hostfile",
-    "main",
-    "parse_args",
-    "parse_inclusion_exclusion",
-    "parse_resource_filter",
-]
 
 if __name__ == "__main__":
     main()

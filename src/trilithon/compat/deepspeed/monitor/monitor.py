@@ -27,22 +27,20 @@ class MonitorMaster:
         self._writer: TensorBoard | None = None
 
     def write_events(self, event_list: Iterable[Event]) -> None:
-        if not self.enabled:
-            return
-        for name, value, step in event_list:
+        for name, value, step in event_list if self.enabled else ():
             if self._csv is not None:
-                self._row(self._csv, name, float(value), int(step))
+                self._file(self._csv, name.replace("/", "_")).write(f"{int(step)},{float(value)!r}")
             if self._board is not None:
                 self._writer = self._writer or TensorBoard(self._board / "events")
                 self._writer.write(int(step), 0.0, {name: float(value)})
 
-    def _row(self, folder: Path, name: str, value: float, step: int) -> None:
+    def _file(self, folder: Path, name: str) -> WholeLines:
         if name not in self._files:
             folder.mkdir(parents=True, exist_ok=True)
-            self._files[name] = WholeLines(folder / f"{name.replace('/', '_')}.csv")
+            self._files[name] = WholeLines(folder / f"{name}.csv")
             if self._files[name].empty:
-                self._files[name].write(f"step,{name.replace('/', '_')}")
-        self._files[name].write(f"{step},{value!r}")
+                self._files[name].write(f"step,{name}")
+        return self._files[name]
 
 
 def _folder(section: Any) -> Path | None:

@@ -16,12 +16,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trilithon.compat.deepspeed.comm import init_distributed
-from trilithon.compat.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from trilithon.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam, OnebitAdam, ZeroOneAdam
-from trilithon.compat.deepspeed.ops.lamb import FusedLamb, OnebitLamb
-from trilithon.compat.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from trilithon.compat.deepspeed.ops.native_rules import ByName
-from trilithon.compat.deepspeed.resolve import ROOT
+from trilithon.compat.deepspeed.names import ROOT
+from trilithon.compat.deepspeed.ops.optimizers import (
+    ByName,
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+    FusedLamb,
+    FusedLion,
+    OnebitAdam,
+    OnebitLamb,
+    ZeroOneAdam,
+)
 from trilithon.compat.deepspeed.runtime.config import ArgumentError, DeepSpeedConfig
 from trilithon.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from trilithon.compat.deepspeed.runtime.lr_schedules import SCHEDULES

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
 logger = logging.getLogger("DeepSpeed")
@@ -22,26 +23,19 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """As `log_dist`, once for each message."""
+    _once(message, tuple(ranks or ()), level)
+
+
 def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
     """Print on rank 0, if one of the flags is up."""
     if _rank() <= 0 and (debug or force):
         print(message)
 
 
-@functools.lru_cache(maxsize=256)
-def warning_once(message: str) -> None:
-    """A warning that is said once."""
-    logger.warning(message)
-
-
-def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """As `log_dist`, once for each message."""
-    _said(message, tuple(ranks or ()), level)
-
-
-@functools.lru_cache(maxsize=256)
-def _said(message: str, ranks: tuple[int, ...], level: int) -> None:
-    log_dist(message, ranks, level)
+_once = functools.lru_cache(maxsize=256)(log_dist)
+warning_once = functools.lru_cache(maxsize=256)(logger.warning)
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
@@ -50,3 +44,13 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
     if level is None:
         raise ValueError(f"{log_level_str} is not a log level; there are debug, info, warning, error and critical.")
     (custom_logger or logger).setLevel(level)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """A line on what the device has allocated; with `force` only, as in DeepSpeed."""
+    if force and not torch.cuda.is_available():
+        logger.info("%s | no accelerator, so no device memory", message)
+    elif force:
+        now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        logger.info("%s | allocated %.2f GB, at most %.2f GB since last asked", message, now / 2**30, peak / 2**30)
+        torch.cuda.reset_peak_memory_stats()

@@ -6,9 +6,6 @@ from torch import Tensor
 
 from trilithon.optim import DynamicScale
 
-INITIAL_LOSS_SCALE, SCALE_WINDOW, DELAYED_SHIFT = "init_scale", "scale_window", "delayed_shift"
-CONSECUTIVE_HYSTERESIS, MIN_LOSS_SCALE = "consecutive_hysteresis", "min_scale"
-
 
 class LossScalerBase:
     """A scale for losses. cur_scale: the present one."""
@@ -50,14 +47,9 @@ class DynamicLossScaler(LossScalerBase):
         if scale_factor != 2.0:
             raise ValueError(f"scale_factor={scale_factor}: loss scales halve and double here; use 2.0.")
         self._rule = DynamicScale(
-            init_scale,
-            window=scale_window,
-            hysteresis=delayed_shift,
-            consecutive_hysteresis=consecutive_hysteresis,
-            min_scale=min_scale,
-            max_scale=2.0**127,
-            give_up_after=1 if raise_error_at_min_scale else 2**62,
-        )
+            init_scale, window=scale_window, hysteresis=delayed_shift, consecutive_hysteresis=consecutive_hysteresis,
+            min_scale=min_scale, max_scale=2.0**127, give_up_after=1 if raise_error_at_min_scale else 2**62,
+        )  # fmt: skip
 
     def update_scale(self, overflow: bool) -> None:
         """Raises NonFiniteError at an overflow at `min_scale`."""

@@ -1,15 +1,23 @@
-"""The flags of the `deepspeed` command, and the same request in the words of `trilithon launch`. Free of torch."""
+"""`trilithon launch --deepspeed`: flags of DeepSpeed's launcher, as the same request in words of `trilithon launch`.
+
+    native_arguments(["--num_gpus", "2", "train.py"])    # ["--deepspeed", "--nproc", "2", "--local-rank", "train.py"]
+
+Free of torch, like everything here that runs before there are ranks.
+"""
 
 from __future__ import annotations
 
 import argparse
+import base64
+import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trilithon.errors import ConfigError
-from trilithon.launch import Host, read_host_file, select
 from trilithon.launch.devices import this_machine
+from trilithon.launch.hosts import Host, read_host_file, select
 from trilithon.launch.plan import DEFAULT_PORT
 
 HOST_FILE = "/job/hostfile"
@@ -78,8 +86,69 @@ def native_arguments(argv: Sequence[str], machine_names: frozenset[str] | None =
         words += ["--master-port", str(args.master_port)]
     for name in exported():
         words += ["--export", name]
-    words += ["--module"] * args.module + ["--no-python"] * args.no_python + ["--local-rank"] * (not args.no_local_rank)
-    return [*words, args.user_script, *args.user_args]
+    return [*words, *_command(args), args.user_script, *args.user_args]
+
+
+def parse_node_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """The flags of the part of DeepSpeed's launcher that starts one machine's processes.
+
+    world_info: machine -> slots, as JSON in urlsafe base64.
+    """
+    p = argparse.ArgumentParser(prog="deepspeed.launcher.launch")
+    p.add_argument("--node_rank", type=int, default=0)
+    p.add_argument("--master_addr", default="127.0.0.1")
+    p.add_argument("--master_port", type=int, default=DEFAULT_PORT)
+    p.add_argument("--world_info", default="None")
+    p.add_argument("--module", action="store_true")
+    p.add_argument("--no_python", action="store_true")
+    p.add_argument("--no_local_rank", action="store_true")
+    p.add_argument("training_script")
+    p.add_argument("training_script_args", nargs=argparse.REMAINDER)
+    return p.parse_args(args)
+
+
+def node_arguments(args: argparse.Namespace) -> tuple[list[str], list[int]]:
+    """(the words after `trilithon launch`, the slots of this machine). Raises ConfigError for a wrong world_info."""
+    if args.world_info in ("None", ""):
+        raise ConfigError("--world_info is missing: it says which slots each machine has.")
+    world: dict[str, list[int]] = json.loads(base64.urlsafe_b64decode(args.world_info))
+    if not 0 <= args.node_rank < len(world):
+        raise ConfigError(f"--node_rank {args.node_rank} does not fit {len(world)} machines.")
+    slots = list(world.values())[args.node_rank]
+    words = ["--deepspeed", "--nproc", str(len(slots)), "--num-nodes", str(len(world))]
+    words += ["--node-rank", str(args.node_rank), "--master-addr", args.master_addr]
+    words += ["--master-port", str(args.master_port)]
+    return [*words, *_command(args), args.training_script, *args.training_script_args], slots
+
+
+def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
+    """Machine -> slots as `node_arguments` reads them: JSON in urlsafe base64."""
+    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The `deepspeed` command. Never returns: the process becomes `trilithon launch`, or ends with 2."""
+    _become(lambda: (native_arguments(list(sys.argv[1:] if args is None else args)), None))
+
+
+def node_main(args: Sequence[str] | None = None) -> None:
+    """The same for one machine's processes, on the devices that world_info gives it."""
+    _become(lambda: node_arguments(parse_node_args(args)))
+
+
+def _become(asked: Callable[[], tuple[list[str], list[int] | None]]) -> None:
+    try:
+        words, slots = asked()
+    except ConfigError as error:
+        print(f"deepspeed: {error}", file=sys.stderr)
+        sys.exit(2)
+    visible = {} if slots is None else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))}
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", "trilithon.cli.launch", *words], {**os.environ, **visible})
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    return ["--module"] * args.module + ["--no-python"] * args.no_python + ["--local-rank"] * (not args.no_local_rank)
 
 
 def _refuse(args: argparse.Namespace) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from trilithon.compat.deepspeed.resolve import ROOT, MissingNameError
+from trilithon.compat.deepspeed.names import ROOT
 
 _OPS = {
-    "CPUAdamBuilder": "ops.adam",
-    "FusedAdamBuilder": "ops.adam",
-    "CPULionBuilder": "ops.lion",
-    "FusedLionBuilder": "ops.lion",
+    **dict.fromkeys(("CPUAdamBuilder", "FusedAdamBuilder"), "ops.adam"),
+    **dict.fromkeys(("CPULionBuilder", "FusedLionBuilder"), "ops.lion"),
     "CPUAdagradBuilder": "ops.adagrad",
     "FusedLambBuilder": "ops.lamb",
 }
@@ -28,19 +26,14 @@ class OpBuilder:
         return True
 
     def absolute_name(self) -> str:
-        return f"{ROOT}.{_OPS.get(type(self).__name__, 'ops')}"
+        return f"{ROOT}.{_OPS.get(self.NAME, 'ops')}"
 
     def load(self, verbose: bool = True) -> Any:
         raise NotImplementedError(
             f"{type(self).__name__}.load(): there is no compiled module to call. The optimizer is "
-            f"{_OPS.get(type(self).__name__, 'ops')}, and trilithon.kernels has what it runs."
+            f"{_OPS.get(self.NAME, 'ops')}, and trilithon.kernels has what it runs."
         )
 
 
 ALL_OPS: dict[str, type[OpBuilder]] = {name: type(name, (OpBuilder,), {"NAME": name}) for name in _OPS}
-
-
-def __getattr__(name: str) -> Any:
-    if name in ALL_OPS:
-        return ALL_OPS[name]
-    raise MissingNameError(f"deepspeed.ops.op_builder.{name} does not exist here: no kernel of that name is used.")
+globals().update(ALL_OPS)

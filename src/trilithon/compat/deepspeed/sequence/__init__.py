@@ -1,7 +1,0 @@
-"""`deepspeed.sequence`."""
-
-from __future__ import annotations
-
-from trilithon.compat.deepspeed.resolve import resolver
-
-__getattr__ = resolver(__name__, {}, ("layer",))
