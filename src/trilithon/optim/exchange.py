@@ -41,6 +41,7 @@ class Exchange:
         self.reduce = CompressedAllReduce(
             link.group, numel, worker, server, device=link.device, error_feedback=error_feedback
         )
+        self._group = link.group
         self.scaling: dict[str, float] = {}
         self.active: Tensor | None = None  # [numel] bool; None: all are
         self._masked: Tensor | None = None  # [k] int64
@@ -72,6 +73,11 @@ class Exchange:
         self._scale({name: 1.0 / factor for name, factor in self.scaling.items()})
         if idle is not None and kept is not None:
             flat[idle] = kept
+
+    def average_exactly(self, step: int) -> None:
+        """The vector becomes the mean of all ranks' vectors, uncompressed; residuals stay as they are."""
+        self._group.all_reduce(self.vector.flat, Tag("uncompressed momentum", step=step)).wait()
+        self.vector.flat.div_(self._group.world_size)
 
     def _scale(self, factors: Mapping[str, float]) -> None:
         for name, factor in factors.items():

@@ -9,7 +9,9 @@ u = sum of lr * m. When ranks communicate, the compressed mean of u is applied t
 
 (Lu et al. 2023, arXiv:2202.06009, algorithm 1, with phase A in the form that averages gradients.) The point of
 agreement is kept, not recomputed, so that all ranks hold the same bits after a round; weight decay acts on weights and
-on that point alike, and never enters the momentum. Between rounds ranks differ: `synchronize` makes them one.
+on that point alike, and never enters the momentum. Between rounds ranks differ: `synchronize` makes them one, with an
+uncompressed mean of u. A compressed one would put residuals of whole rounds into an u of fewer steps, and dividing by
+the smaller sum of rates would then blow up the momentum.
 """
 
 from __future__ import annotations
@@ -199,11 +201,14 @@ class ZeroOneAdam:
                     self._moved[shard.name] = self._moved.get(shard.name, 0.0) + rate
                     agreed[span].mul_(self._keep(slice_))
 
-    def _agree(self, phase: Phase, slices: Sequence[Slice], step: int) -> None:
-        """All ranks apply the compressed mean of what each did to the point where they last agreed."""
+    def _agree(self, phase: Phase, slices: Sequence[Slice], step: int, *, exactly: bool = False) -> None:
+        """All ranks apply the mean of what each did, compressed or not, to the point where they last agreed."""
         moved = {name for name, rate in self._moved.items() if rate > 0}
-        phase.add_rest()
-        phase.exchange.average(moved, step)
+        if exactly:
+            phase.exchange.average_exactly(step)
+        else:
+            phase.add_rest()
+            phase.exchange.average(moved, step)
         for slice_ in slices:
             resting = {shard.name for shard in slice_.shards} - moved
             with self.state(slice_, write=True) as state, self._agreed_of(slice_) as agreed:
@@ -241,7 +246,7 @@ class ZeroOneAdam:
     def synchronize(self, slices: Sequence[Slice]) -> bool:
         if self.policy.since_sync == 0 or self._part.phase is None:
             return False
-        self._agree(self._part.phase, slices, -1)
+        self._agree(self._part.phase, slices, -1, exactly=True)
         return True
 
     def _beta1(self, slice_: Slice) -> float:

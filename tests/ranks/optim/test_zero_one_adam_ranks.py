@@ -113,6 +113,31 @@ def test_reading_whole_weights_makes_ranks_one_first(world_size):
             assert same_everywhere(held(engine))
 
 
+@ranks(2, 3)
+def test_a_round_that_was_forced_is_the_plain_mean_and_leaves_residuals_alone(world_size):
+    """A compressed one would put residuals of whole rounds into what one step did, and blow up the momentum."""
+    with engine_of({**RULE, "var_freeze_step": 2}) as engine:
+        train(engine, BATCHES[:5])
+        update = engine._update
+        assert update.policy.since_sync == 1
+        own = list(engine._sharding.slices())
+        momenta = []
+        for slice_ in own:
+            with update.state(slice_) as state:
+                momenta.append(state["exp_avg"].clone())
+        residuals = [t.clone() for t in update.rank_state().values()]
+        with engine.ledger.measure() as sent:
+            engine.drain()
+        assert sent.all_to_all_bytes == 0 < sent.all_reduce_bytes
+        assert all(torch.equal(a, b) for a, b in zip(residuals, update.rank_state().values(), strict=True))
+        for slice_, mine in zip(own, momenta, strict=True):
+            mean = sum(one.double() for one in everyones(mine)) / world_size
+            with update.state(slice_) as state:
+                torch.testing.assert_close(
+                    state["exp_avg"].double(), mean, rtol=1e-5, atol=1e-7 * float(mine.abs().max())
+                )
+
+
 @ranks(2)
 def test_decay_is_exactly_geometric_where_no_gradient_comes_and_never_enters_the_momentum(world_size):
     rule = {**RULE, "lr": 0.01, "weight_decay": 0.5, "var_freeze_step": 2}
