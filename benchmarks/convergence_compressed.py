@@ -35,7 +35,7 @@ from trilithon.testing.ranks import run_ranks
 SHAPE = {"vocab_size": 256, "context": 64, "num_layers": 6, "width": 200, "num_heads": 4}
 WARM_UP_SHARE = 0.25
 ADAM = {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
-LAMB = {"lr": 3e-2, "betas": [0.9, 0.95], "weight_decay": 0.01}
+LAMB = {"lr": 1e-2, "betas": [0.9, 0.999], "weight_decay": 0.01}
 TOLERANCE = 0.01
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 NAMES = ("adamw", "onebit_adam", "zero_one_adam", "apmsqueeze-quant4", "apmsqueeze-topk10%", "lamb", "onebit_lamb")
@@ -153,8 +153,8 @@ def main() -> int:
             curves[name].append(run["curve"])
             rows.append({"rule": name, "seed": seed, "steps": options.steps, "ranks": options.ranks, **run})
             rows[-1] |= {"loss": run["curve"][-1][1], **about("convergence_compressed.py")}
+            append(options.out, rows[-1:])
             console.print(f"seed {seed} {name}: {rows[-1]['loss']:.4f} after {run['seconds']:.0f} s", style="dim")
-    append(options.out, rows)
     draw(curves, options.png)
     table = Table(title=f"validation loss after {options.steps} steps, {options.seeds} seeds, {options.ranks} ranks")
     for column in ("rule", "mean", "spread", "over parent", "bytes / parent's"):

@@ -196,7 +196,8 @@ class Group:
         call = self._issue("reduce_scatter", full, tag, elements=(full.numel(), numel), sent=sent)
         slices, into = _slices(full, self._world_size), out.view(-1)
         if self._pairs is None or self._world_size == 1:
-            self._add(full.view(1, -1), into, scale, accumulate)
+            if accumulate or scale != 1.0 or into.data_ptr() != full.data_ptr() or into.dtype != full.dtype:
+                self._add(full.view(1, -1), into, scale, accumulate)
             return _DONE
         if full.is_cuda and self._process_group is not None:
             work, finish = native.reduce_scatter(

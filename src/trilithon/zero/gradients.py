@@ -49,6 +49,7 @@ class UnitGradients:
         self.local: Tensor | None = None  # [padded] this rank's own gradient of the window, when nobody reduces it
         self._full: Tensor | None = None  # [padded] contributions that no reduction has taken yet
         self._filled = [False] * count
+        self._parts: tuple[Tensor | None, list[Tensor]] = None, []  # of the buffer that was used last, by parameter
         self._pending: list[Handle] = []
         self._spare: Tensor | None = None  # a buffer of the window before, to be used again
         self._owner_of_result: Tensor | None = None
@@ -72,12 +73,13 @@ class UnitGradients:
         deferred: it will stay here over several backwards, so it is summed in the accumulation type.
         """
         full = self._full if self._full is not None else self._fresh(deferred)
-        field = self.unit.layout.fields[index]
-        view = full[field.start : field.stop].view(field.shape)
+        if self._parts[0] is not full:
+            fields = self.unit.layout.fields
+            self._parts = full, [full[field.start : field.stop].view(field.shape) for field in fields]
         if self._filled[index]:
-            view.add_(grad)
+            self._parts[1][index].add_(grad)
         else:
-            view.copy_(grad)
+            self._parts[1][index].copy_(grad)
             self._filled[index] = True
         self.used[index] = True
         self.arrivals[index] += 1
@@ -143,10 +145,11 @@ class UnitGradients:
     def launch(self, tag: Tag) -> None:
         """Reduce what is here, missing parts as zero; the sum lands in `result` when `land` is called."""
         full = self._complete()
-        if full.device.type == "cpu" and count_non_finite(full):  # elsewhere asking would stall the stream
-            fields = self.unit.layout.fields
-            self.non_finite += [field.name for field in fields if count_non_finite(full[field.start : field.stop])]
+        if full.device.type == "cpu" and not self._is_own_result:  # elsewhere asking would stall the stream
+            self.non_finite += self._names_of_non_finite(full)
         self._full = None
+        if not self._in_place or self.reduced:  # the buffer goes; else it becomes the result
+            self._parts = None, []
         wire = full if full.dtype == self._wire else full.to(self._wire)
         low, high = self.unit.layout.owned(self._reducer.rank)
         if self.at_rest:
@@ -171,14 +174,28 @@ class UnitGradients:
                 full[field.start : field.stop].zero_()
         return full
 
+    @property
+    def _is_own_result(self) -> bool:
+        """What is reduced here is the whole result, so that this one tells as well what is not finite in it."""
+        return self._reducer.world_size == 1 and self._rest is None and self._whole_result
+
+    def _names_of_non_finite(self, full: Tensor) -> list[str]:
+        fields = self.unit.layout.fields if count_non_finite(full) else ()
+        return [field.name for field in fields if count_non_finite(full[field.start : field.stop])]
+
+    def find_non_finite(self) -> list[str]:
+        """Names of the parameters whose gradient was not finite on this rank, in this window."""
+        if self._is_own_result and self.result is not None and not self.non_finite:
+            self.non_finite = self._names_of_non_finite(self.result)
+        return self.non_finite
+
     def keep_local(self) -> float:
         """Instead of reducing: what is here is this rank's gradient. Returns the sum of its squares."""
         full = self.local = self._complete()
         low, high = self.unit.own
         self.result = full[low:high]
         squares = sum_of_squares(full)
-        fields = self.unit.layout.fields if not math.isfinite(squares) else ()
-        self.non_finite = [field.name for field in fields if count_non_finite(full[field.start : field.stop])]
+        self.non_finite = self._names_of_non_finite(full) if not math.isfinite(squares) else []
         return squares
 
     def mean_of_local(self, tag: Tag) -> Tensor:
@@ -280,6 +297,8 @@ class UnitGradients:
         self.land()
         if self._rest is None:
             self._spare = self._owner_of_result if self._owner_of_result is not None else self._full
+        if self._parts[0] is not self._spare:
+            self._parts = None, []
         self.at_rest = False
         self.result = self._owner_of_result = self._full = self.local = None
         self.used = [False] * len(self.used)

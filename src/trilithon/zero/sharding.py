@@ -300,7 +300,7 @@ class ZeroSharding:
 
     def non_finite_here(self) -> list[str]:
         """Parameters whose gradient was not finite on this rank before it was reduced."""
-        return [name for gradients in self._gradients for name in gradients.non_finite]
+        return [name for gradients in self._gradients for name in gradients.find_non_finite()]
 
     def slices(self) -> Sequence[Slice]:
         return self._cut.slices

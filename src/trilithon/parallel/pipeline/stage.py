@@ -9,7 +9,7 @@ import torch
 
 from trilithon.parallel.pipeline.layers import Layer
 from trilithon.parallel.pipeline.plan import StagePlan
-from trilithon.parallel.pipeline.seeds import layer_seed
+from trilithon.parallel.pipeline.seeds import layer_seed, seed_generators
 
 Again = Callable[[Callable[[Any], Any], Any], Any]
 """(function, x) -> function(x), whose activations are computed again in backward."""
@@ -54,7 +54,7 @@ class Stage:
         def run(x: Any) -> Any:
             for index in group:
                 if draw is not None:
-                    torch.manual_seed(layer_seed(draw, micro, index))
+                    seed_generators(layer_seed(draw, micro, index))
                 x = self._layers[index].run(x)
             return x
 
