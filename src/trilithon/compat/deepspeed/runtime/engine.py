@@ -28,7 +28,6 @@ from trilithon.compat.deepspeed.runtime.base_optimizer import (
 from trilithon.compat.deepspeed.runtime.config import DeepSpeedConfig
 from trilithon.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from trilithon.compat.deepspeed.runtime.engine_checkpoints import Checkpoints
-from trilithon.compat.deepspeed.runtime.engine_settings import Settings
 from trilithon.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, release
 from trilithon.engine.engine import Engine
 from trilithon.errors import ProtocolError
@@ -48,7 +47,7 @@ _INSTEAD = {
 }
 
 
-class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
+class DeepSpeedEngine(Checkpoints, nn.Module):
     """Made by `initialize`. Attributes that it does not have are those of the module."""
 
     def __init__(
@@ -245,7 +244,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             collate_fn=collate_fn or self.collate_fn,
             num_workers=num_local_io_workers,
             data_sampler=data_sampler,
-            drop_last=bool(self.config.get("dataloader_drop_last", False)),
+            drop_last=self.dataloader_drop_last(),
             shuffle=route == "train",
         )
 
