@@ -147,6 +147,8 @@ class Settings:
         return section if isinstance(section, Mapping) else {}
 
     # ------------------------------------------------------------------------------------------------------ others
+    was_step_applied = _told("_applied")  # by the last `step()`
+    get_data_parallel_rank = _told("native.mesh.data_rank")
     steps_per_print = _told("_config.steps_per_print")
     wall_clock_breakdown = _flag("wall_clock_breakdown")
     dump_state = _flag("dump_state")
