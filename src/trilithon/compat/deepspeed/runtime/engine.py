@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from trilithon.compat.deepspeed.comm import get_local_rank, get_rank, get_world_size
 from trilithon.compat.deepspeed.monitor.monitor import MonitorMaster
 from trilithon.compat.deepspeed.resolve import MissingNameError
-from trilithon.compat.deepspeed.runtime.base_optimizer import (
-    BF16_Optimizer,
-    DeepSpeedOptimizer,
-    DeepSpeedZeroOptimizer,
-    DeepSpeedZeroOptimizer_Stage3,
-    FP16_UnfusedOptimizer,
-)
+from trilithon.compat.deepspeed.runtime import base_optimizer as views
 from trilithon.compat.deepspeed.runtime.config import DeepSpeedConfig
 from trilithon.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from trilithon.compat.deepspeed.runtime.engine_checkpoints import Checkpoints
@@ -41,8 +35,7 @@ _INSTEAD = {
     "set_custom_curriculum_learning_schedule": "curricula are not in this version",
     "set_data_post_process_func": "curricula are not in this version; change batches in the loader",
     "random_ltd_initialize": "dropping tokens in layers is not in this version",
-    "timers": "monitor.profile_step measures one step",
-    "flops_profiler": "monitor.profile_step measures one step",
+    **dict.fromkeys(("timers", "flops_profiler"), "monitor.profile_step measures one step"),
 }
 
 
@@ -81,14 +74,13 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             return DeepSpeedZeRoOffload(self.module)
         if optimizer is None or (stage == 0 and precision == "fp32"):
             return optimizer
-        kind: type[DeepSpeedOptimizer] = DeepSpeedZeroOptimizer if stage else FP16_UnfusedOptimizer
         if stage == 3:
-            made = DeepSpeedZeroOptimizer_Stage3(self, optimizer)
+            made = views.DeepSpeedZeroOptimizer_Stage3(self, optimizer)
             made.parameter_offload = DeepSpeedZeRoOffload(self.module)
             return made
         if stage == 1 and precision == "bf16" and self._config.native.zero.accumulate_dtype == "fp32":
-            kind = BF16_Optimizer
-        return kind(self, optimizer)
+            return views.BF16_Optimizer(self, optimizer)
+        return (views.DeepSpeedZeroOptimizer if stage else views.FP16_UnfusedOptimizer)(self, optimizer)
 
     # ------------------------------------------------------------------------------------------------- the module
     def __getattr__(self, name: str) -> Any:
