@@ -216,10 +216,11 @@ class Engine(Training):
     def eval(self) -> Engine:
         return self.train(False)
 
-    def close(self, *, give_back: bool = True) -> None:
+    def close(self, *, give_back: bool | None = True) -> None:
         """Collective at stage 3 and on a mesh: the model gets its whole parameters back.
 
         give_back=False leaves the parameters cut, and their values are gone: for models that no rank has room for.
+        None gives back below stage 3, and at stage 3 if every rank has twice the bytes of whole parameters free.
         A save in the background is written out first; what it failed with is raised when everything else is done.
         """
         if self._closed:
@@ -227,6 +228,9 @@ class Engine(Training):
         if self._applying is not None:
             self._applying.drain()
         self._closed = True
+        if give_back is None:
+            sharding, room = self._sharding, memory.has_room_for(self.module, self.device)
+            give_back = sharding.stage < 3 or all(sharding.exchange(room, "room for whole parameters"))
         try:
             self._checkpointing.close()
         finally:

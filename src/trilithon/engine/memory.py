@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import torch
+from torch import nn
+
 from trilithon.checkpointing import Recompute
 from trilithon.contracts import Update
 from trilithon.engine.applying import Applying
+from trilithon.tiers.host import available_host_bytes
 from trilithon.zero.sharding import ZeroSharding
 
 Tiers = dict[str, dict[str, int]]
+
+
+def has_room_for(module: nn.Module, device: torch.device) -> bool:
+    """The device has twice the bytes of the module's whole parameters free; nothing known is no room."""
+    needed = sum(param.numel() * param.element_size() for param in module.parameters())
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_host_bytes() or 0
+    return 2 * needed < free
 
 
 def by_category(sharding: ZeroSharding, update: Update | None, recompute: Recompute | None) -> dict[str, int]:

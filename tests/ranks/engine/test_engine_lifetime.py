@@ -14,7 +14,8 @@ from torch import nn
 
 import trilithon
 from against_plain import STAGES, engine_for, train_engine
-from trilithon.errors import ConfigError
+from trilithon.engine import memory
+from trilithon.errors import ConfigError, ShardedParameterError
 from trilithon.testing import ranks
 from trilithon.testing.models import MLP
 from trilithon.testing.parity import vector_batches
@@ -121,3 +122,22 @@ def test_a_refused_optimizer_leaves_an_ordinary_model():
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), MLP().parameters(), strict=True))
         model(torch.ones(1, 16)).sum().backward()
         assert all(p.grad is not None for p in model.parameters())
+
+
+@ranks(2)
+def test_close_gives_back_if_every_rank_has_room():
+    """Ten parameters of four bytes: at stage 3 more than 80 bytes have to be free; below it nothing is cut."""
+    for stage, scarce, whole in ((3, 81, True), (3, 80, False), (2, 0, True)):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        engine = trilithon.initialize(model, {"optimizer": {"kind": "sgd", "lr": 0.1}, "zero": {"stage": stage}})
+        values = engine.state_dict()
+        free = scarce if engine.rank == 1 else 1000
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory, "available_host_bytes", lambda free=free: free)
+            engine.close(give_back=None)
+        if whole:
+            assert torch.equal(model.weight, values["weight"])
+        else:
+            with pytest.raises(ShardedParameterError, match="the engine that held the slices"):
+                model.weight.sum()

@@ -151,6 +151,9 @@ runtime.constants ROUTE_TRAIN=train ROUTE_EVAL=eval ROUTE_PREDICT=predict ROUTE_
     PLD_GAMMA=gamma CHECKPOINT LOAD_UNIVERSAL_CHECKPOINT=load_universal
 runtime.fp16.loss_scaler INITIAL_LOSS_SCALE=init_scale SCALE_WINDOW DELAYED_SHIFT CONSECUTIVE_HYSTERESIS
     MIN_LOSS_SCALE=min_scale
+runtime.lr_schedules LR_SCHEDULE LR_RANGE_TEST=LRRangeTest ONE_CYCLE=OneCycle WARMUP_LR=WarmupLR WARMUP_MIN_LR
+    WARMUP_DECAY_LR=WarmupDecayLR WARMUP_COSINE_LR=WarmupCosineLR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE
+    TOTAL_NUM_STEPS WARMUP_LOG_RATE=log WARMUP_LINEAR_RATE=linear
 """
 
 _BUILDS = ("cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion", "async_io")

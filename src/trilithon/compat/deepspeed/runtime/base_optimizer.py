@@ -7,6 +7,7 @@ Classes are told apart by name only, for programs that ask `isinstance`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,26 +35,10 @@ class DeepSpeedOptimizer:
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         self.optimizer.param_groups = value
 
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optimizer.defaults
-
-    @property
-    def overflow(self) -> bool:
-        """The last step was left out, because a gradient was not finite."""
-        return self._engine.overflowed
-
-    @property
-    def loss_scale(self) -> float:
-        return self._engine.native.loss_scale
-
-    @property
-    def cur_scale(self) -> float:
-        return self._engine.native.loss_scale
+    state = property(attrgetter("optimizer.state"))
+    defaults = property(attrgetter("optimizer.defaults"))
+    overflow = property(attrgetter("_engine.overflowed"), doc="The last step was left out: a gradient was not finite.")
+    loss_scale = cur_scale = property(attrgetter("_engine.native.loss_scale"))
 
     @property
     def dynamic_loss_scale(self) -> bool:

@@ -6,7 +6,6 @@ import argparse
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -17,18 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trilithon.compat.deepspeed.comm import init_distributed
 from trilithon.compat.deepspeed.names import ROOT
-from trilithon.compat.deepspeed.ops.optimizers import (
-    ByName,
-    DeepSpeedCPUAdagrad,
-    DeepSpeedCPUAdam,
-    DeepSpeedCPULion,
-    FusedAdam,
-    FusedLamb,
-    FusedLion,
-    OnebitAdam,
-    OnebitLamb,
-    ZeroOneAdam,
-)
+from trilithon.compat.deepspeed.ops import optimizers as ops
 from trilithon.compat.deepspeed.runtime.config import ArgumentError, DeepSpeedConfig
 from trilithon.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from trilithon.compat.deepspeed.runtime.lr_schedules import SCHEDULES
@@ -38,44 +26,28 @@ from trilithon.config import Config
 from trilithon.engine.build import initialize as native_initialize
 from trilithon.parallel.pipeline import PipelineModule
 
-_CLASSES: dict[str, tuple[type[ByName], type[ByName]]] = {  # by kind: with state on the device, and elsewhere
-    "adam": (FusedAdam, DeepSpeedCPUAdam),
-    "adamw": (FusedAdam, DeepSpeedCPUAdam),
-    "adagrad": (DeepSpeedCPUAdagrad, DeepSpeedCPUAdagrad),
-    "lamb": (FusedLamb, FusedLamb),
-    "lion": (FusedLion, DeepSpeedCPULion),
-    "onebit_adam": (OnebitAdam, OnebitAdam),
-    "onebit_lamb": (OnebitLamb, OnebitLamb),
-    "zero_one_adam": (ZeroOneAdam, ZeroOneAdam),
+_CLASSES: dict[str, tuple[type[ops.ByName], type[ops.ByName]]] = {  # by kind: with state on the device, and elsewhere
+    "adam": (ops.FusedAdam, ops.DeepSpeedCPUAdam),
+    "adamw": (ops.FusedAdam, ops.DeepSpeedCPUAdam),
+    "adagrad": (ops.DeepSpeedCPUAdagrad, ops.DeepSpeedCPUAdagrad),
+    "lamb": (ops.FusedLamb, ops.FusedLamb),
+    "lion": (ops.FusedLion, ops.DeepSpeedCPULion),
+    "onebit_adam": (ops.OnebitAdam, ops.OnebitAdam),
+    "onebit_lamb": (ops.OnebitLamb, ops.OnebitLamb),
+    "zero_one_adam": (ops.ZeroOneAdam, ops.ZeroOneAdam),
 }
 _ENGINES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # module -> weak reference to the engine that trains it
-
-
-@dataclass
-class _TensorParallel:
-    """What `tp_model_init` was told, for the next `initialize`."""
-
-    size: int = 0
-
-
-_TENSOR_PARALLEL = _TensorParallel()
+_TENSOR_PARALLEL = {"size": 0}  # what `tp_model_init` was told, for the next `initialize`
 
 
 def initialize(
-    args: Any = None,
-    model: nn.Module | None = None,
+    args: Any = None, model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: int = 29500,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Callable[[Any], Any] | None = None,
-    config: Any = None,
-    mesh_param: Any = None,
+    model_parameters: Iterable[Any] | None = None, training_data: Any = None, lr_scheduler: Any = None,
+    distributed_port: int = 29500, mpu: Any = None, dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None, config: Any = None, mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:  # fmt: skip
     """(engine, optimizer, loader of training_data, scheduler); the last three None where nothing asks for them.
 
     A model that another engine trains is given back first. Raises AssertionError for missing or doubled arguments, and
@@ -99,21 +71,14 @@ def initialize(
     if basic is None and settings.zero_optimization_stage in (1, 2):
         raise ArgumentError(f"zero stage {settings.zero_optimization_stage} requires an optimizer")
     scheduler = _scheduler(settings, basic, lr_scheduler, driven=optimizer is not None)
-    previous = _ENGINES.get(model, _nobody)()
-    if previous is not None:
+    if model in _ENGINES and (previous := _ENGINES[model]()) is not None:
         previous.destroy(give_back=True)
     native = native_initialize(model, _native(settings, model), optimizer=basic)
     adopt(native)
     engine = _engine_class(model)(
-        native,
-        settings,
-        basic_optimizer=basic,
-        client_optimizer=optimizer,
-        lr_scheduler=scheduler,
-        training_data=training_data,
-        collate_fn=collate_fn,
-        mpu=mpu,
-    )
+        native, settings, basic_optimizer=basic, client_optimizer=optimizer, lr_scheduler=scheduler,
+        training_data=training_data, collate_fn=collate_fn, mpu=mpu,
+    )  # fmt: skip
     _ENGINES[model] = weakref.ref(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -126,10 +91,6 @@ def _native(settings: DeepSpeedConfig, model: nn.Module) -> Config:
         units = tuple(dict.fromkeys((*(native.zero.unit_classes or ()), *leaves)))
         changes["zero"] = native.zero.model_copy(update={"unit_classes": units})
     return native.model_copy(update=changes)
-
-
-def _nobody() -> None:
-    """No engine trains the model."""
 
 
 def _configuration(args: Any, config: Any) -> Any:
@@ -197,14 +158,11 @@ def _optimizer(
 def _trainable(params: list[Any]) -> list[Any]:
     """Without frozen parameters and without groups that are empty then."""
     if params and isinstance(params[0], dict):
-        groups = [{**group, "params": _trainable(_listed(group["params"]))} for group in params]
+        listed = ([held] if isinstance(held := group["params"], torch.Tensor) else list(held) for group in params)
+        groups = [{**group, "params": _trainable(held)} for group, held in zip(params, listed)]
         return [group for group in groups if group["params"]]
     params = [param[1] if isinstance(param, tuple) else param for param in params]  # of named_parameters()
     return [param for param in params if param.requires_grad]
-
-
-def _listed(params: Any) -> list[Any]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
 def _scheduler(settings: DeepSpeedConfig, basic: torch.optim.Optimizer | None, given: Any, *, driven: bool) -> Any:
@@ -235,12 +193,12 @@ def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, **_: Any
 ) -> nn.Module:
     """The model as it is: the next `initialize` cuts its matrices over `tp_size` ranks (mesh.tensor)."""
-    _TENSOR_PARALLEL.size = tp_size
+    _TENSOR_PARALLEL["size"] = tp_size
     return model
 
 
 def _with_tensor_parallel(source: Any) -> Any:
-    size, _TENSOR_PARALLEL.size = _TENSOR_PARALLEL.size, 0
+    size, _TENSOR_PARALLEL["size"] = _TENSOR_PARALLEL["size"], 0
     if size <= 1 or not isinstance(source, dict):
         return source
     return {**source, "tensor_parallel": {**source.get("tensor_parallel", {}), "autotp_size": size}}

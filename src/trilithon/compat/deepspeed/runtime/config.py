@@ -79,35 +79,19 @@ class DeepSpeedConfig:
         self.fp16_enabled = self.native.precision.kind == "fp16"
         self.bfloat16_enabled = self.native.precision.kind == "bf16"
         self.steps_per_print = self.raw.get("steps_per_print")
+        self.optimizer_name, self.optimizer_params = self._named("optimizer")
+        self.scheduler_name, self.scheduler_params = self._named("scheduler")
 
     def _data_parallel_size(self) -> int:
         world = dist.get_world_size() if dist.is_initialized() else 1
         return self.native.mesh.axes(world).size("data")
 
-    def named(self, block: str) -> str | None:
-        """The type that `optimizer` or `scheduler` names; None without one."""
+    def _named(self, block: str) -> tuple[str | None, dict[str, Any] | None]:
+        """The type that `optimizer` or `scheduler` names, and its parameters; None without one."""
         section = self.raw.get(block)
-        return section.get("type") if isinstance(section, Mapping) else None
-
-    def params(self, block: str) -> dict[str, Any] | None:
-        section = self.raw.get(block)
-        return dict(section.get("params") or {}) if isinstance(section, Mapping) else None
-
-    @property
-    def optimizer_name(self) -> str | None:
-        return self.named("optimizer")
-
-    @property
-    def optimizer_params(self) -> dict[str, Any] | None:
-        return self.params("optimizer")
-
-    @property
-    def scheduler_name(self) -> str | None:
-        return self.named("scheduler")
-
-    @property
-    def scheduler_params(self) -> dict[str, Any] | None:
-        return self.params("scheduler")
+        if not isinstance(section, Mapping):
+            return None, None
+        return section.get("type"), dict(section.get("params") or {})
 
     def print(self, name: str) -> None:
         """Every value in force, and where it comes from."""

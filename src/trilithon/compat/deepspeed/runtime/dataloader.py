@@ -44,14 +44,9 @@ class DeepSpeedDataLoader:
             data_sampler = DistributedSampler(dataset, num_replicas=ranks, rank=rank, shuffle=shuffle)
         self.data_sampler, self.batch_size, self.epochs = data_sampler, batch_size, 0
         self.loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_size=batch_size,
-            sampler=data_sampler,
-            collate_fn=collate_fn,
-            num_workers=num_workers if num_workers is not None else 2 if gpu else 0,
-            pin_memory=pin_memory and gpu,
-            drop_last=drop_last,
-        )
+            dataset, batch_size=batch_size, sampler=data_sampler, collate_fn=collate_fn, drop_last=drop_last,
+            num_workers=num_workers if num_workers is not None else 2 if gpu else 0, pin_memory=pin_memory and gpu,
+        )  # fmt: skip
         self._running: Iterator[Any] | None = None
 
     def __len__(self) -> int:

@@ -14,21 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trilithon.compat.deepspeed.accelerator import get_accelerator
 from trilithon.compat.deepspeed.comm import get_local_rank, get_rank, get_world_size
 from trilithon.compat.deepspeed.monitor.monitor import MonitorMaster
 from trilithon.compat.deepspeed.resolve import MissingNameError
-from trilithon.compat.deepspeed.runtime.base_optimizer import (
-    BF16_Optimizer,
-    DeepSpeedOptimizer,
-    DeepSpeedZeroOptimizer,
-    DeepSpeedZeroOptimizer_Stage3,
-    FP16_UnfusedOptimizer,
-)
+from trilithon.compat.deepspeed.runtime import base_optimizer as views
 from trilithon.compat.deepspeed.runtime.config import DeepSpeedConfig
 from trilithon.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from trilithon.compat.deepspeed.runtime.engine_checkpoints import Checkpoints
-from trilithon.compat.deepspeed.runtime.engine_settings import Settings
 from trilithon.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, release
 from trilithon.engine.engine import Engine
 from trilithon.errors import ProtocolError
@@ -43,12 +35,11 @@ _INSTEAD = {
     "set_custom_curriculum_learning_schedule": "curricula are not in this version",
     "set_data_post_process_func": "curricula are not in this version; change batches in the loader",
     "random_ltd_initialize": "dropping tokens in layers is not in this version",
-    "timers": "monitor.profile_step measures one step",
-    "flops_profiler": "monitor.profile_step measures one step",
+    **dict.fromkeys(("timers", "flops_profiler"), "monitor.profile_step measures one step"),
 }
 
 
-class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
+class DeepSpeedEngine(Checkpoints, nn.Module):
     """Made by `initialize`. Attributes that it does not have are those of the module."""
 
     def __init__(
@@ -83,14 +74,13 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             return DeepSpeedZeRoOffload(self.module)
         if optimizer is None or (stage == 0 and precision == "fp32"):
             return optimizer
-        kind: type[DeepSpeedOptimizer] = DeepSpeedZeroOptimizer if stage else FP16_UnfusedOptimizer
         if stage == 3:
-            made = DeepSpeedZeroOptimizer_Stage3(self, optimizer)
+            made = views.DeepSpeedZeroOptimizer_Stage3(self, optimizer)
             made.parameter_offload = DeepSpeedZeRoOffload(self.module)
             return made
         if stage == 1 and precision == "bf16" and self._config.native.zero.accumulate_dtype == "fp32":
-            kind = BF16_Optimizer
-        return kind(self, optimizer)
+            return views.BF16_Optimizer(self, optimizer)
+        return (views.DeepSpeedZeroOptimizer if stage else views.FP16_UnfusedOptimizer)(self, optimizer)
 
     # ------------------------------------------------------------------------------------------------- the module
     def __getattr__(self, name: str) -> Any:
@@ -136,7 +126,8 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         options = self._flags(flags, named)
         assert self.basic_optimizer is not None, "must provide optimizer during init in order to use backward"
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise AssertionError(f"loss must be a scalar tensor; got {_told(loss)}. Reduce it: loss.mean().")
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise AssertionError(f"loss must be a scalar tensor; got {got}. Reduce it: loss.mean().")
         share = 1.0 / self._accumulation if options["scale_wrt_gas"] else 1.0
         self.native.boundary = self.is_gradient_accumulation_boundary() and self._config.managed_gradient_accumulation
         self.native.backward(loss, retain_graph=options["retain_graph"], share=share)
@@ -186,10 +177,6 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
                 events.append(("Train/Samples/loss_scale", self.native.loss_scale, self.global_samples))
             self.monitor.write_events(events)
 
-    def was_step_applied(self) -> bool:
-        """The last `step()` moved the parameters."""
-        return self._applied
-
     def is_gradient_accumulation_boundary(self) -> bool:
         if self._boundary is not None:
             return self._boundary
@@ -236,18 +223,12 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:  # fmt: skip
         """A loader of this data-parallel rank's part of `dataset`."""
+        mesh = self.native.mesh
         return DeepSpeedDataLoader(
-            dataset,
-            batch_size or self._micro_size,
-            ranks=self.native.mesh.data_size,
-            rank=self.native.mesh.data_rank,
-            pin_memory=pin_memory,
-            collate_fn=collate_fn or self.collate_fn,
-            num_workers=num_local_io_workers,
-            data_sampler=data_sampler,
-            drop_last=bool(self.config.get("dataloader_drop_last", False)),
-            shuffle=route == "train",
-        )
+            dataset, batch_size or self._micro_size, ranks=mesh.data_size, rank=mesh.data_rank, pin_memory=pin_memory,
+            collate_fn=collate_fn or self.collate_fn, num_workers=num_local_io_workers, data_sampler=data_sampler,
+            drop_last=self.dataloader_drop_last(), shuffle=route == "train",
+        )  # fmt: skip
 
     @property
     def data_parallel_group(self) -> Any:
@@ -261,43 +242,15 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         """Experts of the model are spread over ranks."""
         return bool(self.native.expert_groups)
 
-    def get_data_parallel_rank(self) -> int:
-        return self.native.mesh.data_rank
-
     def empty_partition_cache(self) -> None:
         """What was gathered is freed after its use."""
 
     def destroy(self, *, give_back: bool | None = None) -> None:
-        """The engine ends, once. Collective at stage 3.
-
-        give_back: make the model's parameters whole, so that it can be used on and given to another engine. None: if
-        every rank has room for all of them.
-        """
-        if self._destroyed:
-            return
-        self._destroyed = True
-        release(self.native)
-        if give_back is None:
-            give_back = self._config.zero_optimization_stage < 3 or _everywhere(self._has_room())
-        self.native.close(give_back=give_back)
-
-    def _has_room(self) -> bool:
-        """For the whole parameters of stage 3, and as much again."""
-        needed = sum(param.numel() * param.element_size() for param in self.module.parameters())
-        return 2 * needed < get_accelerator().available_memory()
+        """As `Engine.close`, once."""
+        if not self._destroyed:
+            self._destroyed = True
+            release(self.native)
+            self.native.close(give_back=give_back)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(\n  (module): {self.module!r}\n)"
-
-
-def _everywhere(answer: bool) -> bool:
-    """Collective: every rank says yes."""
-    if get_world_size() == 1:
-        return answer
-    answers: list[Any] = [None] * get_world_size()
-    dist.all_gather_object(answers, answer)
-    return all(answers)
-
-
-def _told(value: object) -> str:
-    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from trilithon.checkpoint import open_checkpoint
 from trilithon.compat.deepspeed.git_version_info import version
-from trilithon.compat.deepspeed.runtime.config import DeepSpeedConfig
+from trilithon.compat.deepspeed.runtime.engine_settings import Settings
 from trilithon.compat.deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
-from trilithon.engine.engine import Engine
 from trilithon.errors import ProtocolError
 from trilithon.zero import gathered
 
@@ -36,15 +35,11 @@ if __name__ == "__main__":
 '''
 
 
-class Checkpoints:
+class Checkpoints(Settings):
     """Mixed into the engine, whose attributes these are."""
 
-    native: Engine
     module: nn.Module
-    _config: DeepSpeedConfig
-    config: dict[str, Any]
     lr_scheduler: Any
-    basic_optimizer: torch.optim.Optimizer | None
     global_steps: int
     global_samples: int
     skipped_steps: int
@@ -138,7 +133,7 @@ class Checkpoints:
                 save_filename,
             )
             return False
-        state = self.native.state_dict_on(0, frozen=not exclude_frozen_parameters)
+        state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
         if state is not None:
             Path(save_dir).mkdir(parents=True, exist_ok=True)
             torch.save(state, Path(save_dir) / save_filename)
@@ -147,13 +142,10 @@ class Checkpoints:
 
     save_fp16_model = save_16bit_model
 
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        raise NotImplementedError  # of Settings, which comes first in the engine
-
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         if self._config.zero_optimization_stage != 3:
             raise ValueError("this function requires ZeRO-3 mode")
-        return self.native.state_dict_on(0, frozen=not exclude_frozen_parameters)
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Collective: whole weights on rank 0, None elsewhere; at any stage and on any mesh."""

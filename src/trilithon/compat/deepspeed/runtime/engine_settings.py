@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,6 +13,21 @@ from trilithon.engine.engine import Engine
 from trilithon.errors import BatchError
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def _told(path: str) -> Callable[[Any], Any]:
+    """A method that returns what lies at `path` under the engine."""
+    read = attrgetter(path)
+
+    def answer(engine: Any) -> Any:
+        return read(engine)
+
+    return answer
+
+
+def _flag(key: str) -> Callable[[Any], bool]:
+    """A method that returns the block's `key`; False without it."""
+    return lambda engine: bool(engine.config.get(key, False))
 
 
 class Settings:
@@ -34,6 +50,8 @@ class Settings:
 
     def gradient_accumulation_steps(self) -> int:
         return self._accumulation
+
+    managed_gradient_accumulation = _told("_config.managed_gradient_accumulation")
 
     def get_batch_info(self) -> tuple[Callable[[], int], Callable[[], int], Callable[[], int]]:
         """The three methods, as in DeepSpeed."""
@@ -69,30 +87,19 @@ class Settings:
     def optimizer_name(self) -> str | None:
         return type(self.basic_optimizer).__name__ if self.basic_optimizer is not None else self._config.optimizer_name
 
-    def optimizer_params(self) -> dict[str, Any] | None:
-        return self._config.optimizer_params
-
-    def scheduler_name(self) -> str | None:
-        return self._config.scheduler_name
-
-    def scheduler_params(self) -> dict[str, Any] | None:
-        return self._config.scheduler_params
-
-    def gradient_clipping(self) -> float:
-        return self._config.gradient_clipping
+    optimizer_params = _told("_config.optimizer_params")
+    scheduler_name = _told("_config.scheduler_name")
+    scheduler_params = _told("_config.scheduler_params")
+    gradient_clipping = _told("_config.gradient_clipping")
 
     # -------------------------------------------------------------------------------------------------- precision
-    def fp16_enabled(self) -> bool:
-        return self._config.fp16_enabled
-
-    def bfloat16_enabled(self) -> bool:
-        return self._config.bfloat16_enabled
+    fp16_enabled = _told("_config.fp16_enabled")
+    bfloat16_enabled = _told("_config.bfloat16_enabled")
 
     def fp16_auto_cast(self) -> bool:
         return bool(getattr(self._config.native.precision, "cast_inputs", False))
 
-    def amp_enabled(self) -> bool:
-        return False
+    amp_enabled = use_node_local_storage = lambda _: False
 
     def loss_scale(self) -> float:
         """As configured: 0 is a dynamic one. The present one is `optimizer.loss_scale`."""
@@ -112,11 +119,9 @@ class Settings:
         return _DTYPES[native.zero.comm_dtype or native.precision.kind]
 
     # ------------------------------------------------------------------------------------------------------- zero
-    def zero_optimization(self) -> bool:
-        return self._config.zero_enabled
-
-    def zero_optimization_stage(self) -> int:
-        return self._config.zero_optimization_stage
+    zero_optimization = _told("_config.zero_enabled")
+    zero_optimization_stage = _told("_config.zero_optimization_stage")
+    zero_allow_untested_optimizer = _flag("zero_allow_untested_optimizer")
 
     def zero_optimization_partition_gradients(self) -> bool:
         return self._config.zero_optimization_stage >= 2
@@ -133,9 +138,6 @@ class Settings:
     def zero_offload_param(self) -> Any:
         return self._zero().get("offload_param")
 
-    def zero_allow_untested_optimizer(self) -> bool:
-        return bool(self.config.get("zero_allow_untested_optimizer", False))
-
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         names = ("gather_16bit_weights_on_model_save", "gather_fp16_weights_on_model_save")
         return any(self._zero().get(prefix + name) is True for name in names for prefix in ("stage3_", ""))
@@ -145,24 +147,13 @@ class Settings:
         return section if isinstance(section, Mapping) else {}
 
     # ------------------------------------------------------------------------------------------------------ others
-    def steps_per_print(self) -> Any:
-        return self._config.steps_per_print
-
-    def wall_clock_breakdown(self) -> bool:
-        return bool(self.config.get("wall_clock_breakdown", False))
-
-    def dump_state(self) -> bool:
-        return bool(self.config.get("dump_state", False))
-
-    def dataloader_drop_last(self) -> bool:
-        return bool(self.config.get("dataloader_drop_last", False))
-
-    def managed_gradient_accumulation(self) -> bool:
-        return self._config.managed_gradient_accumulation
+    was_step_applied = _told("_applied")  # by the last `step()`
+    get_data_parallel_rank = _told("native.mesh.data_rank")
+    steps_per_print = _told("_config.steps_per_print")
+    wall_clock_breakdown = _flag("wall_clock_breakdown")
+    dump_state = _flag("dump_state")
+    dataloader_drop_last = _flag("dataloader_drop_last")
 
     def load_universal_checkpoint(self) -> bool:
         section = self.config.get("checkpoint")
         return isinstance(section, Mapping) and section.get("load_universal") is True
-
-    def use_node_local_storage(self) -> bool:
-        return False

@@ -21,13 +21,7 @@ from trilithon.optim.learning_rate import configured
 
 logger = logging.getLogger(__name__)
 
-LR_SCHEDULE = "lr_schedule"
-LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR = "LRRangeTest", "OneCycle", "WarmupLR"
-WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupDecayLR", "WarmupCosineLR"
-VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
-WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
-WARMUP_MIN_LR, WARMUP_MAX_LR, WARMUP_NUM_STEPS = "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"
-WARMUP_TYPE, TOTAL_NUM_STEPS = "warmup_type", "total_num_steps"
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
 
 
 class _Schedule:
@@ -57,16 +51,12 @@ class _Schedule:
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
         self._last_lr: list[float] | None = None
-        groups = self._groups()
+        groups = optimizer.param_groups
         self._plans = [configured(settings, group, index, len(groups)) for index, group in enumerate(groups)]
         if last_batch_iteration == -1:
             self._write()
             if not self.told_at_once:
                 self._last_lr = None
-
-    def _groups(self) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return groups
 
     def get_lr(self) -> list[float]:
         return [float(plan(self.last_batch_iteration + 1)["lr"]) for plan in self._plans]
@@ -77,18 +67,19 @@ class _Schedule:
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        moved = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        self.last_batch_iteration = moved
+        self.last_batch_iteration += 1
+        if last_batch_iteration is not None:
+            self.last_batch_iteration = last_batch_iteration
         self._write()
 
     def _write(self) -> None:
-        for group, plan in zip(self._groups(), self._plans):
+        for group, plan in zip(self.optimizer.param_groups, self._plans):
             for key, value in plan(self.last_batch_iteration + 1).items():
                 if isinstance(group.get(key), torch.Tensor):
                     group[key].fill_(value)
                 else:
                     group[key] = value
-        self._last_lr = [float(group["lr"]) for group in self._groups()]
+        self._last_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_batch_iteration": self.last_batch_iteration}
