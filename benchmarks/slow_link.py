@@ -117,6 +117,8 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=300.0, help="how long a collective may take")
     parser.add_argument("--out", type=Path, default=RESULTS / "slow_link.jsonl")
     options = parser.parse_args()
+    if options.total_steps and any(name.startswith("ddp") for name in options.only):
+        parser.error("--total-steps compares rules of this library; leave DDP out of --only, or --total-steps")
     shape = {"vocab_size": options.vocab, "context": options.context, "num_layers": options.layers}
     shape |= {"width": options.width, "num_heads": 4}
     whole = ("adamw", "onebit_adam", "lamb", "onebit_lamb")

@@ -70,7 +70,8 @@ class PipelineModule(trilithon.PipelineModule):
         if num_stages is None and topology is None:
             raise NotALayerError("must provide num_stages or topology")
         if isinstance(partition_method, str) and partition_method.lower() == "profile":
-            raise NotImplementedError('partition_method="profile": give a list with a weight for each layer instead.')
+            way = "give a list with a weight for each layer, such as trilithon.parallel.pipeline.layer_seconds measures."
+            raise NotImplementedError(f'partition_method="profile": {way}')
         super().__init__(
             layers, num_stages, topology, loss_fn, seed_layers, seed_fn, base_seed, partition_method,
             activation_checkpoint_interval, activation_checkpoint_func, checkpointable_layers, dynamic_shape,
