@@ -70,7 +70,7 @@ class PipelineModule(trilithon.PipelineModule):
         if num_stages is None and topology is None:
             raise NotALayerError("must provide num_stages or topology")
         if isinstance(partition_method, str) and partition_method.lower() == "profile":
-            way = "give a list with a weight for each layer, such as trilithon.parallel.pipeline.layer_seconds measures."
+            way = "give a list with a weight for each layer, as trilithon.parallel.pipeline.layer_seconds measures."
             raise NotImplementedError(f'partition_method="profile": {way}')
         super().__init__(
             layers, num_stages, topology, loss_fn, seed_layers, seed_fn, base_seed, partition_method,
