@@ -292,6 +292,21 @@ def test_the_mesh_is_drawn_without_a_file_and_batches_follow_its_data_axis(capsy
     assert found["batch"]["micro_size"] == 2
 
 
+def test_the_drawn_stages_are_the_outermost_axis(capsys):
+    asked = ("check", "--world-size", 8, "--mesh", "--set", "mesh.pipe=2", "--set", "mesh.tensor=2")
+    status, out, err = call(capsys, *asked)
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.split()[:1] == ["rank"])
+    assert lines[start].split() == ["rank", "pipe", "data", "sequence", "tensor"]
+    places = [tuple(map(int, line.split())) for line in lines[start + 1 : start + 9]]
+    assert places == [(rank, rank // 4, rank // 2 % 2, 0, rank % 2) for rank in range(8)]
+    groups = {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in lines if "[" in line}
+    assert groups["groups of pipe"] == "[0, 4] [1, 5] [2, 6] [3, 7]"  # the same slice of each stage
+    assert groups["groups of data"] == groups["ZeRO cuts over data x sequence"] == "[0, 2] [1, 3] [4, 6] [5, 7]"
+    assert groups["one norm, one skip decision over"] == "[0, 1, 2, 3, 4, 5, 6, 7]"
+
+
 def test_a_mesh_that_does_not_fit_is_a_problem_with_a_way_out(capsys):
     status, _, err = call(capsys, "check", "--world-size", 6, "--mesh", "--set", "mesh.tensor=4")
     assert status == 1 and "Start 4 or 8 ranks" in err

@@ -30,6 +30,14 @@ def test_all_gather_copies_a_separate_shard_and_leaves_an_own_slice():
     assert torch.equal(full, shard)
 
 
+@pytest.mark.parametrize(("scale", "accumulate", "factor"), [(1.0, False, 1), (0.5, False, 0.5), (1.0, True, 2)])
+def test_reduce_scatter_into_its_own_memory(scale, accumulate, factor):
+    group, _ = lone_group()
+    full = torch.arange(4.0)
+    group.reduce_scatter(full, full, TAG, scale=scale, accumulate=accumulate).wait()
+    assert torch.equal(full, torch.arange(4.0) * factor)
+
+
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_reduce_scatter_is_scale_cast_and_accumulate(accumulate):
     group, _ = lone_group()
