@@ -115,7 +115,10 @@ def initialize(
     topology = make_topology(settings, axes, mesh, ledger, _watchdog(settings), device)
     comm = topology.comm
     if topology.pipe.world_size > 1:
-        capabilities.require_no_spread_experts(comm.control.all_gather_object(experts.collective, Tag("experts")))
+        told = comm.control.all_gather_object((experts.collective, bool(experts.layers)), Tag("experts"))
+        capabilities.require_no_spread_experts([talks for talks, _ in told])
+        if isinstance(chosen, OptimizerSettings):
+            expert_capabilities.require_rule_for_experts_in_stages(chosen.kind, [holds for _, holds in told])
     batch = settings.resolve_batch(axes.size("data"))
     if staged is not None:
         staged.orders(batch.accumulation)  # raises ConfigError for numbers that the schedule cannot do

@@ -28,6 +28,16 @@ def require_rule_for_experts(kind: str, degrees: Sequence[int]) -> None:
         )
 
 
+def require_rule_for_experts_in_stages(kind: str, holding: Sequence[bool]) -> None:
+    """Raises ConfigError for norms of experts where stages know their own ones only. holding: experts, by rank."""
+    found = [rank for rank, here in enumerate(holding) if here]
+    if found and kind == "lamb":
+        raise ConfigError(
+            "optimizer lamb has a norm for each of the experts, and with mesh.pipe above 1 a stage knows its own only "
+            f"(here ranks {found[:8]}). For experts inside a pipeline use adamw, or mesh.pipe=1 with lamb."
+        )
+
+
 def require_mesh_for_experts(settings: Config, axes: Axes) -> None:
     """Raises ConfigError for a mesh on which layers of experts would not see the tokens that they expect."""
     if settings.tensor.cut_norms and axes.size("tensor") > 1:

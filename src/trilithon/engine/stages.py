@@ -152,6 +152,11 @@ def cut(model: nn.Module, settings: Config, mesh: DeviceMesh | None) -> Staged:
             "recompute chooses blocks by their place in a list of modules, and a PipelineModule is one itself. Use "
             "pipeline.recompute_interval, or activation_checkpoint_interval of PipelineModule."
         )
+    if settings.zero.stage == 3 and stages == 1 and axes.world_size > 1:
+        raise ConfigError(
+            "the layers of a PipelineModule are called one by one, and zero.stage=3 gathers parameters when a whole "
+            "model is called. Use zero.stage 0, 1 or 2, or give the layers as a torch.nn.Sequential."
+        )
     stage = _stage_here(axes, mesh)
     if stages == 1:
         chunks = 1

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import trilithon
 from trilithon.engine.build import initialize
 from trilithon.errors import ConfigError
 from trilithon.models import GPT, preset
@@ -45,3 +46,15 @@ def test_two_stages_with_experts_equal_one_process():
 def test_experts_that_talk_to_other_ranks_are_refused_by_all(world_size, mesh, ep_size):
     with pytest.raises(ConfigError, match=r"mesh\.pipe is above 1, and ranks .* share tokens out.*Use ep_size=1"):
         initialize(gpt(ep_size), {"mesh": {"pipe": 2, **mesh}, "batch": {"micro_size": 2}})
+
+
+@ranks(2)
+@pytest.mark.parametrize("dense_stage", [False, True])
+def test_lamb_with_experts_in_stages_is_refused_by_all_ranks(world_size, dense_stage):
+    """Its table of norms has a row for each expert, and a stage knows its own experts only."""
+    torch.manual_seed(0)
+    block = [torch.nn.Linear(8, 8), trilithon.MoE(8, trilithon.moe.FeedForward(8, 16), 2)]
+    layers = [torch.nn.Linear(8, 8), torch.nn.Tanh(), *block] if dense_stage else [*block, *block]
+    model = trilithon.PipelineModule(layers, num_stages=2, partition_method="uniform")
+    with pytest.raises(ConfigError, match=r"optimizer lamb .* experts .* use adamw"):
+        initialize(model, {"optimizer": {"kind": "lamb", "lr": 1e-2}})

@@ -179,3 +179,11 @@ def test_what_does_not_go_with_stages_is_refused_by_name(world_size):
     with pytest.raises(ConfigError, match="num_stages=3 does not divide 2 ranks"):
         make(num_stages=3)
     dist.barrier()
+
+
+@ranks(2)
+def test_one_stage_at_zero_3_is_refused_when_the_engine_is_made(world_size):
+    """Its layers are called one by one, and not through the model whose call gathers what they need."""
+    model = PipelineModule([nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)], loss_fn=nn.functional.mse_loss)
+    with pytest.raises(ConfigError, match=r"PipelineModule .* zero.stage=3 .* zero.stage 0, 1 or 2"):
+        trilithon.initialize(model, {"zero": {"stage": 3}, "optimizer": {"kind": "adamw", "lr": 1e-3}})

@@ -1,0 +1,1 @@
+"""`deepspeed.checkpoint`: its names are in the tables of `names`."""

@@ -1,0 +1,1 @@
+"""`deepspeed.launcher`: its names are in the tables of `names`."""

@@ -1,0 +1,1 @@
+"""`deepspeed.moe`: its names are in the tables of `names`."""

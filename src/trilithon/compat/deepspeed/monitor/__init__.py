@@ -1,0 +1,1 @@
+"""`deepspeed.monitor`: its names are in the tables of `names`."""

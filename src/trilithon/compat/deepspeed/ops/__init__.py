@@ -1,0 +1,1 @@
+"""`deepspeed.ops`: its names are in the tables of `names`."""

@@ -1,0 +1,1 @@
+"""`deepspeed.runtime`: its names are in the tables of `names`."""

@@ -1,0 +1,1 @@
+"""`deepspeed.utils`: its names are in the tables of `names`."""

@@ -1,0 +1,1 @@
+"""`deepspeed.runtime.fp16`: its names are in the tables of `names`."""

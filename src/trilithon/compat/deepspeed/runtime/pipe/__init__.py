@@ -1,0 +1,1 @@
+"""`deepspeed.runtime.pipe`: its names are in the tables of `names`."""

@@ -1,0 +1,1 @@
+"""`deepspeed.runtime.zero`: its names are in the tables of `names`."""
