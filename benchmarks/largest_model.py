@@ -278,9 +278,12 @@ def main() -> int:
     if free < needed:
         made.error(f"{search.folder} has {free / 1e9:.0f} GB free, and {needed / 1e9:.0f} may be needed")
     rows = []
-    for system in options.only or FIRST_GUESS:
-        rows.append({**row(system, search), **about("largest_model.py")})
-        append(options.out, rows[-1:])
+    with tempfile.TemporaryDirectory(prefix="largest-model-extensions-", dir=search.folder) as extensions:
+        # DeepSpeed compiles on first use; a build that was killed elsewhere leaves a lock for which it waits for ever
+        os.environ["TORCH_EXTENSIONS_DIR"] = extensions
+        for system in options.only or FIRST_GUESS:
+            rows.append({**row(system, search), **about("largest_model.py")})
+            append(options.out, rows[-1:])
     Console().print(table(rows))
     return 0
 

@@ -23,6 +23,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.fixture
 def text(tmp_path) -> Path:
     (tmp_path / "a.txt").write_text("some text to learn from, again and again.\n" * 200)
@@ -103,9 +108,12 @@ def test_an_elastic_job_goes_on_with_fewer_ranks_and_the_same_batch(text, tmp_pa
         *("--steps", 100_000, "--save-every", 5),
     )
     first = node(out, free_port, *arguments)
+    wait_until(lambda: listens(free_port), first, "no meeting point")  # on the machine that stays
     second = node(out, free_port, *arguments)
     try:
-        wait_until(lambda: newest(out) > 0, first, "no checkpoint")
+        wait_until(lambda: ranks_of(second.pid, "train") != [], second, "the second machine has no rank")
+        at = newest(out)  # of the first alone, if it did not wait for the second
+        wait_until(lambda: newest(out) > at + 5, first, "no checkpoint of two")
         lost = ranks_of(second.pid, "train")
         second.kill()
         for pid in lost:

@@ -34,7 +34,8 @@ from torch._C._distributed_c10d import TCPStore
 from trilithon.testing.rank_process import DUMP_SIGNAL, Job, Report, Streams, end_with_parent, run_rank
 
 _GRACE_S = 0.5  # how long the other ranks may still report an error of their own after the first failure
-_DUMP_S = 1.0  # how long a rank has to write its stacks before it is ended; a busy machine needs most of it
+_DUMP_S = 1.0  # how long ranks have to write their stacks before they are ended
+_FIRST_WORD_S = 5.0  # how long to wait for a rank that has not begun to, on a machine with too much to do
 _LEFTOVER_S = 0.3  # how long processes that a rank started may outlive it
 _DEATH_NOTICE_S = 0.25  # a death without a report is seen later than the errors it causes in peers; dated back by this
 _OUTPUT_LIMIT = 256 * 1024  # bytes of a rank's output that are kept, from its end
@@ -89,6 +90,11 @@ class _Rank:
         if self.exit_code is None:
             self.ended_as = self.ended_as or ending
             os.kill(self.pid, signal.SIGKILL)
+
+    def written(self) -> int:
+        """Bytes of output so far; -1 once the process is over and has no more to say."""
+        over = self.exit_code is not None or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return -1 if over else os.fstat(self.output.fileno()).st_size
 
     def report(self) -> Report | None:
         self.report_file.seek(0)
@@ -280,11 +286,15 @@ def _wait(running: _Running, caller: Connection[Any, Any], wake: int, limit_s: f
 
 def _stop(ranks: Sequence[_Rank], ending: Ending) -> None:
     """Ask for the stacks, continue whoever was stopped so that the answer can come, then end them."""
+    silent = [rank.written() for rank in ranks]
     for rank in ranks:
         rank.send(DUMP_SIGNAL)
         rank.send(signal.SIGCONT)
     if ranks:
         time.sleep(_DUMP_S)
+    ends_at = time.monotonic() + _FIRST_WORD_S - _DUMP_S
+    while time.monotonic() < ends_at and any(0 <= rank.written() == size for rank, size in zip(ranks, silent)):
+        time.sleep(0.05)
     for rank in ranks:
         rank.end(ending)
 
