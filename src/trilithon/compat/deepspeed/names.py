@@ -97,6 +97,7 @@ launcher.multinode_runner MultiNodeRunner PDSHRunner OpenMPIRunner MPICHRunner I
     Hosts are started over ssh (`deepspeed --hostfile F`), or by srun, whose environment is read.
 module_inject LinearAllreduce LinearLayer replace_transformer_layer revert_transformer_layer set_autotp_mode: Set
     mesh.tensor and `tensor` in the configuration: matrices are cut by a plan, or by the model's own tp_plan.
+moe.sharded_moe TopKGate: Use deepspeed.moe.layer.MoE, whose gate is `layer.gate`.
 ops.muon Muon MuonWithAuxAdam: Pass torch.optim.Muon to initialize at zero stage 0, where every rank holds whole
     matrices.
 runtime.pipe.schedule PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction:
