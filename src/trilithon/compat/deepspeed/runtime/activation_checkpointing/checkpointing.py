@@ -42,12 +42,12 @@ def configure(
     cut over, and inputs stay whole. Raises AssertionError for contiguous_checkpointing without partition_activations
     and a number of checkpoints.
     """
-    given, block = dict(locals()), {}
+    given: dict[str, Any] = dict(locals())
     if isinstance(deepspeed_config, str | Path):
         deepspeed_config = json.loads(Path(deepspeed_config).read_text())
-    if isinstance(deepspeed_config, Mapping):
-        block = deepspeed_config.get("activation_checkpointing") or {}
-    said = {ours: given[name] if given[name] is not None else block.get(key) for key, name, ours in _SETTINGS}
+    block = deepspeed_config.get("activation_checkpointing") if isinstance(deepspeed_config, Mapping) else None
+    told = block if isinstance(block, Mapping) else {}
+    said = {ours: given[name] if given[name] is not None else told.get(key) for key, name, ours in _SETTINGS}
     if said["contiguous"]:
         assert said["partition"], "contiguous_checkpointing is only available with partition_activations"
         assert said["number"] is not None, "contiguous_checkpointing needs the number of checkpoints"

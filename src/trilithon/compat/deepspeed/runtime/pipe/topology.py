@@ -19,7 +19,7 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes, self.dims = list(axes), list(dims)
         self._mesh = Axes(tuple(axes), tuple(dims))
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", axes)
+        self.ProcessCoord: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]
 
     def world_size(self) -> int:
         return self._mesh.world_size

@@ -1,7 +1,8 @@
 """Memory for the states of a model by DeepSpeed's own formulas, as its `estimate_...` functions print them.
 
 P parameters, L those of the largest layer, g devices on each of n nodes, f the buffer factor; bytes per node (CPU) and
-per device. They know fp16 training with Adam and nothing of activations; `trilithon plan` will say what runs need here.
+per device. They know fp16 training with Adam and nothing of activations; `trilithon train --dry-run` says what a run
+needs here.
 
     stage 3   device: 4 L + (18 P / gn | 2 P / gn | 0)     nothing, the optimizer, or parameters too off the device
               CPU:    4 (L or P) g f without offload (L under zero.Init); else (16 | 18) P f / n, at least 4 P g f
