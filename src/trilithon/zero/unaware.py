@@ -24,8 +24,9 @@ def allow_unaware(module: nn.Module, *, allow: bool = True) -> None:
     without values ("meta") and reads nothing, and `to()`, `cpu()` and their kin move what is not cut. allow=False: as
     before. Parameters that are whole, for a while or always, are treated as usual."""
     for name, replacement in {"_save_to_state_dict": _save_shapes, "_apply": _apply_to_uncut}.items():
-        vars(module).pop(name, None)
-        if allow:
+        if not allow:
+            vars(module).pop(name, None)
+        elif name not in vars(module):
             object.__setattr__(module, name, functools.partial(replacement, module))
 
 

@@ -76,12 +76,11 @@ def main(args: Sequence[str] | None = None) -> None:
     p.add_argument("output_dir", help="where the weights go")
     p.add_argument("--max_shard_size", default="5GB", help="largest file, such as 5GB")
     p.add_argument("--safe_serialization", action="store_true", help="safetensors instead of pytorch_model.bin")
-    p.add_argument("-t", "--tag", default=None, help="of the checkpoint; the latest by default")
+    p.add_argument("-t", "--tag", help="of the checkpoint; the latest by default")
     p.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out")
     p.add_argument("-d", "--debug", action="store_true", help="accepted, without effect")
     chosen = vars(p.parse_args(args))
-    del chosen["debug"]
-    convert_zero_checkpoint_to_fp32_state_dict(**chosen)
+    convert_zero_checkpoint_to_fp32_state_dict(**{name: chosen[name] for name in chosen.keys() - {"debug"}})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from torch import Tensor
 from trilithon.compat.deepspeed.runtime.dataloader import RepeatingLoader
 from trilithon.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from trilithon.compat.deepspeed.runtime.pipe.module import PipelineError, PipelineModule
-from trilithon.compat.deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -24,10 +23,7 @@ class PipelineEngine(DeepSpeedEngine):
     num_stages = property(lambda self: self.module.num_stages)
     stage_id = property(lambda self: self.native.mesh.part("pipe")[0])
     micro_batches = property(lambda self: self.gradient_accumulation_steps())
-
-    @property
-    def grid(self) -> PipelineParallelGrid:
-        return self.module.mpu()
+    grid = property(lambda self: self.module.mpu())
 
     def is_first_stage(self) -> bool:
         return bool(self.stage_id == 0)
