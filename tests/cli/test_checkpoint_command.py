@@ -93,8 +93,11 @@ def test_export_and_what_it_refuses(tmp_path):
     for path in tmp_path.glob("*.safetensors"):
         weights |= load_file(path)
     assert weights["head.weight"].dtype == torch.bfloat16 and weights["seen"].dtype == torch.int64
+    done = call("export", GOLDEN / "zero2_bf16", tmp_path / "bin", "--format", "bin", "--trained-only")
+    assert done.exit_code == 0 and "pytorch_model.bin" in done.output
+    assert torch.load(tmp_path / "bin" / "pytorch_model.bin")["head.weight"].dtype == torch.float32
     wrong = call("export", GOLDEN / "zero2_bf16", tmp_path, "--max-shard-size", "5 potatoes")
-    assert wrong.exit_code == 2 and "not a size such as 5GB" in wrong.output
+    assert wrong.exit_code == 2 and "no size such as 5GB" in wrong.output
     again = subprocess.run(
         [python(), "-m", "trilithon.cli.main", "checkpoint", "export", GOLDEN / "zero2_bf16", tmp_path],
         capture_output=True, text=True, timeout=60, check=False,

@@ -10,7 +10,7 @@ from trilithon.checkpoint.agreement import Alone, Coordinator
 from trilithon.checkpoint.convert import convert
 from trilithon.checkpoint.deepspeed_export import ExportedFiles, export_deepspeed
 from trilithon.checkpoint.difference import TensorDifference, differences
-from trilithon.checkpoint.export import Exported, export
+from trilithon.checkpoint.export import Exported, export, read_weights
 from trilithon.checkpoint.manifest import Chunk, Entry, FileRecord, Manifest
 from trilithon.checkpoint.opening import open_checkpoint
 from trilithon.checkpoint.reader import CheckpointReader, Wanted, tags
@@ -41,6 +41,7 @@ __all__ = [
     "export",
     "export_deepspeed",
     "open_checkpoint",
+    "read_weights",
     "save",
     "tags",
     "verify",

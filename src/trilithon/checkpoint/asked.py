@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from trilithon.checkpoint.agreement import Coordinator, together
 from trilithon.errors import CheckpointError
 
 _SHOWN = 8  # ranks in a message
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 
 
 def folder_asked(folder: Any, what: str = "folder") -> Path:
@@ -30,6 +32,14 @@ def tag_asked(tag: Any) -> str | None:
     raise CheckpointError(
         f"tag={tag!r} ({type(tag).__name__}) cannot name a checkpoint. Pass text, such as 'step-00000100', or None."
     )
+
+
+def bytes_asked(size: str | int) -> int:
+    """ "500MB" -> 500_000_000; "2GiB", "5G" and plain numbers too. Raises CheckpointError for what is no size."""
+    match = _SIZE.fullmatch(str(size))
+    if match is None or float(match[1]) == 0:
+        raise CheckpointError(f"{size!r} is no size such as 5GB, 500MB or 2GiB.")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
 
 
 def agreed(ranks: Coordinator, call: str, asked: Callable[[], Mapping[str, Any]], *, what: str) -> None:

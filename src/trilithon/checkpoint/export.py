@@ -1,10 +1,11 @@
 """Plain weights out of a checkpoint: safetensors files that any program reads, in the layout of Hugging Face.
 
     export("runs/7b", "exported", dtype=torch.bfloat16)
+    model.load_state_dict(read_weights("runs/7b"))     # without files, where the model fits into memory
 
 One file `model.safetensors`, or several with `model.safetensors.index.json` beside them. Values go from the checkpoint
 to the files a few MiB at a time, so a model needs no more memory than its largest portion; no process group, no device
-and none of the code that trained it are needed.
+and none of the code that trained it are needed. For programs that read nothing else, the same as `pytorch_model.bin`.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from trilithon.errors import CheckpointError
 SHARD_BYTES = 5 * 10**9
 """The size of a file at which the next one begins, unless one tensor alone is larger."""
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_STEMS = {"safetensors": "model", "bin": "pytorch_model"}  # names of files end in the form itself
 _PORTION = 2**20  # elements read, converted and written at a time
 
 Tied = Literal["copy", "once"]
+Form = Literal["safetensors", "bin"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,41 +73,64 @@ def export(
     tied: Tied = "copy",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    frozen: bool = True,
     overwrite: bool = False,
+    form: Form = "safetensors",
 ) -> Exported:
     """Write the weights of a checkpoint (ours or DeepSpeed's) as safetensors under `out`.
 
     dtype: of all floating weights, trained and frozen; trained ones come from their fp32 masters. None: as the forward
     pass read them. Buffers keep their type. tied: "copy" writes a tied parameter under each of its names, so that a
     strict load finds all; "once" writes it under the first and notes the others in the files' metadata. include,
-    exclude: patterns such as "blocks.*.weight" over names. Files appear under their names when all of them are
-    complete. Raises CheckpointError for a folder that holds an export, values that do not fit `dtype`, or no room.
+    exclude: patterns such as "blocks.*.weight" over names. frozen: False leaves out what was not trained. form: "bin"
+    for PyTorch's own files, in the memory of one of them. Files appear under their names when all of them are complete.
+    Raises CheckpointError for a folder that holds an export, values that do not fit `dtype`, or no room.
     """
+    if form == "bin" and tied == "once":
+        raise CheckpointError('tied="once" has no place in pytorch_model.bin. Export tied="copy", or safetensors.')
     folder_asked(out, "out")
     target = Path(out)
     with open_checkpoint(folder, tag) as reader:
-        planned, aliases = plan_export(reader, dtype, tied=tied, include=include, exclude=exclude)
+        planned, aliases = plan_export(reader, dtype, tied=tied, include=include, exclude=exclude, frozen=frozen)
         if not planned:
             raise CheckpointError(f"{folder} holds no weights that the patterns select; there is nothing to export.")
         shards = _shards(planned, shard_bytes)
-        names = _file_names(len(shards))
+        names = _file_names(form, len(shards))
+        write = _write if form == "safetensors" else _pickle
         metadata = {"format": "pt", **(aliases if tied == "once" else {})}
         written: list[Path] = []
         made = durable.made_for(target)
         try:
-            _make_room(target, sum(one.bytes for one in planned), overwrite=overwrite)
+            _make_room(target, form, sum(one.bytes for one in planned), overwrite=overwrite)
             for name, shard in zip(names, shards):
                 written.append(_temporary(target / name))
-                _write(reader, shard, written[-1], metadata)
-            _publish(target, names, shards, written)
+                write(reader, shard, written[-1], metadata)
+            _publish(target, form, names, shards, written)
         except BaseException:
             for path in written:
                 path.unlink(missing_ok=True)
             durable.unmake(made)
             raise
     total = sum(one.bytes for one in planned)
-    files = (*names, INDEX) if len(names) > 1 else tuple(names)
+    files = (*names, _index(form)) if len(names) > 1 else tuple(names)
     return Exported(target, files, len(planned), total, aliases)
+
+
+def read_weights(
+    folder: Path | str, *, tag: str | None = "latest", dtype: torch.dtype | None = torch.float32,
+    include: Sequence[str] = (), exclude: Sequence[str] = (), frozen: bool = True,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Name -> whole tensor on the CPU, which `export` would write; tied names have the same tensor.
+
+    The arguments are those of `export`. Raises CheckpointError as it does.
+    """
+    with open_checkpoint(folder, tag) as reader:
+        planned, aliases = plan_export(reader, dtype, include=include, exclude=exclude, frozen=frozen)
+        found: dict[str, Tensor] = {}
+        for one in planned:
+            shared = found.get(aliases.get(one.name, ""))
+            found[one.name] = _whole(reader, one) if shared is None else shared
+        return found
 
 
 def plan_export(
@@ -115,12 +140,13 @@ def plan_export(
     tied: Tied = "copy",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    frozen: bool = True,
 ) -> tuple[list[Planned], dict[str, str]]:
     """What an export would write, in order, and the tied names: alias -> stored name."""
     found: dict[str, Planned] = {}
     for entry in reader.entries("param"):
         found[entry.name] = Planned(entry.name, _trained(reader, entry, dtype), dtype or entry.torch_dtype)
-    for part in ("master", "frozen"):
+    for part in ("master", "frozen") if frozen else ("master",):
         for entry in reader.entries(part):
             found.setdefault(entry.name, Planned(entry.name, entry, _converted(entry.torch_dtype, dtype)))
     for entry in reader.entries("buffer"):
@@ -147,9 +173,9 @@ def _selected(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool
     return wanted and not any(fnmatch.fnmatchcase(name, pattern) for pattern in exclude)
 
 
-def _make_room(target: Path, needed: int, *, overwrite: bool) -> None:
+def _make_room(target: Path, form: Form, needed: int, *, overwrite: bool) -> None:
     durable.make_folder(target)
-    there = sorted(path.name for path in target.glob("model*.safetensors*"))
+    there = sorted(path.name for path in target.glob(f"{_STEMS[form]}*.{form}*"))
     if there and not overwrite:
         raise CheckpointError(f"{target} holds {there[0]} already. Export to another folder, or allow overwriting it.")
     free = durable.free_bytes(target)
@@ -172,8 +198,13 @@ def _shards(planned: Sequence[Planned], limit: int) -> list[list[Planned]]:
     return [sorted(shard, key=lambda one: -one.dtype.itemsize) for shard in shards]
 
 
-def _file_names(count: int) -> list[str]:
-    return [WEIGHTS] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+def _file_names(form: Form, count: int) -> list[str]:
+    parts = [""] if count == 1 else [f"-{n:05d}-of-{count:05d}" for n in range(1, count + 1)]
+    return [f"{_STEMS[form]}{part}.{form}" for part in parts]
+
+
+def _index(form: Form) -> str:
+    return f"{_STEMS[form]}.{form}.index.json"
 
 
 def _temporary(path: Path) -> Path:
@@ -192,6 +223,19 @@ def _write(reader: CheckpointReader, shard: Sequence[Planned], path: Path, metad
         durable.sync(descriptor, path)
     finally:
         os.close(descriptor)
+
+
+def _pickle(reader: CheckpointReader, shard: Sequence[Planned], path: Path, _: dict[str, str]) -> None:
+    torch.save({one.name: _whole(reader, one) for one in shard}, path)
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        durable.sync(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def _whole(reader: CheckpointReader, one: Planned) -> Tensor:
+    return _cast(reader.read(one.entry.part, one.entry.name), one)
 
 
 def portions(reader: CheckpointReader, entry: Entry, portion: int = _PORTION) -> Iterator[Tensor]:
@@ -213,9 +257,11 @@ def _cast(values: Tensor, one: Planned) -> Tensor:
     return cast
 
 
-def _publish(target: Path, names: Sequence[str], shards: Sequence[Sequence[Planned]], written: Sequence[Path]) -> None:
+def _publish(
+    target: Path, form: Form, names: Sequence[str], shards: Sequence[Sequence[Planned]], written: Sequence[Path]
+) -> None:
     """Old files go, new ones get their names, the index comes last."""
-    for old in target.glob("model*.safetensors*"):
+    for old in target.glob(f"{_STEMS[form]}*.{form}*"):
         old.unlink()
     for path, name in zip(written, names):
         durable.rename(path, target / name)
@@ -223,4 +269,4 @@ def _publish(target: Path, names: Sequence[str], shards: Sequence[Sequence[Plann
         weight_map = {one.name: name for name, shard in zip(names, shards) for one in shard}
         total = sum(one.bytes for shard in shards for one in shard)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        durable.replace_file(target / INDEX, (json.dumps(index, indent=2) + "\n").encode(), str(os.getpid()))
+        durable.replace_file(target / _index(form), (json.dumps(index, indent=2) + "\n").encode(), str(os.getpid()))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -163,8 +162,8 @@ def export(
     *,
     tag: Tag = "latest",
     form: Annotated[
-        Literal["safetensors", "deepspeed"],
-        typer.Option("--format", help="deepspeed: with optimizer state, in the layout that DeepSpeed loads."),
+        Literal["safetensors", "bin", "deepspeed"],
+        typer.Option("--format", help="bin: pytorch_model.bin. deepspeed: the whole state, as DeepSpeed loads it."),
     ] = "safetensors",
     dtype: Annotated[
         Type | None, typer.Option("--dtype", help="Of floating weights; saved: as forward read them.  [default: fp32]")
@@ -178,6 +177,7 @@ def export(
     ] = None,
     include: Annotated[list[str] | None, typer.Option("--include", help="Pattern over names; repeatable.")] = None,
     exclude: Annotated[list[str] | None, typer.Option("--exclude", help="Pattern over names; repeatable.")] = None,
+    trained_only: Annotated[bool, typer.Option("--trained-only", help="Leave frozen weights out.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
     ranks: Annotated[
         int | None,
@@ -203,9 +203,9 @@ def export(
       trilithon checkpoint export runs/a for_deepspeed --format deepspeed --ranks 8 --zero-stage 3
     """
     plain = {"--dtype": dtype, "--max-shard-size": shard_size, "--tied": tied, "--include": include,
-             "--exclude": exclude, "--overwrite": overwrite}  # fmt: skip
+             "--exclude": exclude, "--trained-only": trained_only, "--overwrite": overwrite}  # fmt: skip
     theirs = {"--ranks": ranks, "--zero-stage": zero_stage, "--universal": universal, "--out-tag": out_tag}
-    _only_with("deepspeed" if form == "safetensors" else "safetensors", theirs if form == "safetensors" else plain)
+    _only_with("safetensors or bin" if form == "deepspeed" else "deepspeed", plain if form == "deepspeed" else theirs)
     if form == "deepspeed":
         from trilithon.checkpoint import export_deepspeed
 
@@ -216,12 +216,16 @@ def export(
         told = f"{len(made.files)} files, {_size(made.bytes)}, for {made.ranks} ranks at stage {made.zero_stage}"
         typer.echo(f"{told}, in {made.folder}")
         return
-    limit = _bytes(shard_size or "5GB")
     from trilithon.checkpoint import export as write
+    from trilithon.checkpoint.asked import bytes_asked
 
+    try:
+        limit = bytes_asked(shard_size or "5GB")
+    except TrilithonError as error:
+        raise typer.BadParameter(str(error), param_hint="--max-shard-size") from None
     done = write(
         folder, out, tag=tag, dtype=_torch_type(dtype or "fp32"), shard_bytes=limit, tied=tied or "copy",
-        include=include or (), exclude=exclude or (), overwrite=overwrite,
+        include=include or (), exclude=exclude or (), frozen=not trained_only, overwrite=overwrite, form=form,
     )  # fmt: skip
     typer.echo(f"{done.tensors} tensors, {_size(done.bytes)}, in {done.folder}: {', '.join(done.files)}")
 
@@ -297,17 +301,6 @@ def _torch_type(name: str) -> Any:
     import torch
 
     return None if _TYPES[name] is None else getattr(torch, str(_TYPES[name]))
-
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def _bytes(text: str) -> int:
-    """ "500MB" -> 500_000_000"""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS or float(match[1]) == 0:
-        raise typer.BadParameter(f"{text!r} is not a size such as 5GB, 500MB or 2GiB.", param_hint="--max-shard-size")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _size(count: float) -> str:

@@ -70,6 +70,13 @@ class Axes:
             rank = rank * size + coordinates[name]
         return rank
 
+    def ranks_at(self, coordinates: Mapping[str, int]) -> list[int]:
+        """All ranks with these coordinates, in order; axes that are not named may be anywhere."""
+        for axis in coordinates:
+            self._index(axis)
+        places = ((rank, self.coordinates(rank)) for rank in range(self.world_size))
+        return [rank for rank, here in places if coordinates.items() <= here.items()]
+
     def groups(self, axes: str | Sequence[str]) -> list[tuple[int, ...]]:
         """The groups of ranks that differ on these axes only, each in order of its coordinates, by first rank."""
         wanted = _listed(axes)

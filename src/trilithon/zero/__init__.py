@@ -18,6 +18,7 @@ from trilithon.zero.own_slice import OwnSlice, is_cut, is_held, own_slice
 from trilithon.zero.sharded_parameter import shapes_only
 from trilithon.zero.sharding import Communicators, Precisions, ZeroSharding
 from trilithon.zero.tiling import TiledLinear, tile, untile
+from trilithon.zero.unaware import allow_unaware
 
 __all__ = [
     "Communicators",
@@ -27,6 +28,7 @@ __all__ = [
     "Replicas",
     "TiledLinear",
     "ZeroSharding",
+    "allow_unaware",
     "gathered",
     "init",
     "is_cut",

@@ -255,6 +255,11 @@ class TiledLinear(nn.Module):
         return torch.cat([torch.cat(there[at : at + across], 1) for at in range(0, len(there), across)])
 
     def forward(self, x: Tensor) -> Tensor:
+        outputs = self.outputs(x)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def outputs(self, x: Tensor) -> list[Tensor]:
+        """[..., in_features] -> the output in its out_splits parts, for callers that do not need them in one tensor."""
         if x.shape[-1] != self.in_features:
             raise ConfigError(f"the input has {x.shape[-1]} features, and in_features is {self.in_features}.")
         spans = _bounds(self.in_features, self.in_splits)
@@ -265,7 +270,7 @@ class TiledLinear(nn.Module):
             for offset in range(1, self.in_splits):
                 total = total + self.tiles[at + offset](parts[offset])
             outputs.append(total)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return outputs
 
     def extra_repr(self) -> str:
         return (

@@ -77,6 +77,8 @@ def test_init_refuses_what_it_cannot_do_and_takes_what_it_is_told():
     assert all(is_cut(p) for p in model.parameters())
     with pytest.raises(ConfigError, match="zero_quantized_weights"):
         zero.Init(zero_quantized_weights=True)
+    with pytest.raises(TypeError, match="zero_quantised"):
+        zero.Init(zero_quantised=False)
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with pytest.raises(ConfigError, match="a part of the ranks"):
         zero.Init(data_parallel_group=alone)

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from tables import contents, whole
 from torch import nn
 
-from trilithon.checkpoint import Alone, Contents, export, save
+from trilithon.checkpoint import Alone, Contents, export, read_weights, save
 from trilithon.checkpoint import export as package_export
+from trilithon.checkpoint.asked import bytes_asked
 from trilithon.checkpoint.manifest import Entry
 from trilithon.errors import CheckpointError
 
@@ -206,3 +207,46 @@ def test_an_export_needs_less_memory_than_one_shard(tmp_path):
     assert (after - before) * 1024 < 32 * 2**20
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 4
     assert float(load_file(tmp_path / "out" / "model-00004-of-00004.safetensors")["layer7"][-1]) == 7.0
+
+
+def test_weights_are_read_without_files_and_tied_names_share_them(tmp_path):
+    model = saved(tmp_path)
+    found = read_weights(tmp_path)
+    assert found["head.weight"] is found["embed.weight"]
+    fresh = Tied()
+    fresh.load_state_dict(found)
+    for name, value in fresh.state_dict().items():
+        expected = model.state_dict()[name]
+        low = expected.bfloat16() if name.startswith("frozen") else expected
+        assert torch.equal(value, low.to(expected.dtype)), name
+    assert set(found) - set(read_weights(tmp_path, frozen=False)) == {"frozen.weight", "frozen.bias"}
+    assert set(read_weights(tmp_path, include=["embed*"], dtype=torch.float16)) == {"embed.weight"}
+
+
+def test_pytorchs_own_files_hold_what_safetensors_do(tmp_path):
+    saved(tmp_path / "run")
+    expected = read_weights(tmp_path / "run")
+    done = export(tmp_path / "run", tmp_path / "one", form="bin")
+    assert done.files == ("pytorch_model.bin",)
+    one = torch.load(tmp_path / "one" / "pytorch_model.bin")
+    assert set(one) == set(expected) and all(torch.equal(one[name], expected[name]) for name in expected)
+    done = export(tmp_path / "run", tmp_path / "several", form="bin", shard_bytes=200)
+    index = json.loads((tmp_path / "several" / done.files[-1]).read_text())
+    assert done.files[-1] == "pytorch_model.bin.index.json" and len(done.files) > 2
+    for name, file in index["weight_map"].items():
+        assert torch.equal(torch.load(tmp_path / "several" / file)[name], expected[name])
+    with pytest.raises(CheckpointError, match="holds pytorch_model"):
+        export(tmp_path / "run", tmp_path / "several", form="bin")
+    with pytest.raises(CheckpointError, match="no place"):
+        export(tmp_path / "run", tmp_path / "tied", form="bin", tied="once")
+
+
+@pytest.mark.parametrize(("text", "size"), [("500MB", 5 * 10**8), ("2 GiB", 2**31), ("1.5k", 1500), (7, 7)])
+def test_sizes_are_read(text, size):
+    assert bytes_asked(text) == size
+
+
+@pytest.mark.parametrize("text", ["much", "0", "-1GB", "5 apples"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(CheckpointError, match="no size"):
+        bytes_asked(text)

@@ -87,3 +87,11 @@ def test_a_mesh_that_does_not_span_the_world_says_what_would():
 
 def test_a_plain_process_is_one_data_parallel_rank():
     assert axes_of(None) == Axes(("data",), (1,))
+
+
+def test_ranks_are_found_by_some_of_their_coordinates():
+    axes = Axes(("pipe", "data", "tensor"), (2, 2, 2))
+    assert axes.ranks_at({"pipe": 0, "tensor": 1}) == [1, 3] and axes.ranks_at({"data": 0}) == [0, 1, 4, 5]
+    assert axes.ranks_at({}) == list(range(8)) and axes.ranks_at({"data": 2}) == []
+    with pytest.raises(ConfigError, match="no axis 'sequence'"):
+        axes.ranks_at({"sequence": 0})

@@ -241,7 +241,7 @@ def test_small_things():
         return 2 * x
 
     assert twice(4) == 8
-    with pytest.raises(ValueError, match="loud"):
+    with pytest.raises(ValueError, match="LOUD"):
         utils.set_log_level_from_string("loud")
     utils.set_log_level_from_string("warning")
     assert utils.logger.level == 30

@@ -157,3 +157,10 @@ def test_regions_list_the_ranges_of_a_tile_in_its_weight():
             got = torch.cat([whole.reshape(-1)[there : there + n] for _, there, n in runs])
             assert torch.equal(got, block.reshape(-1)[start:stop])
             assert [here for here, _, _ in runs] == [start + sum(n for _, _, n in runs[:i]) for i in range(len(runs))]
+
+
+def test_outputs_are_the_parts_of_the_output():
+    layer = TiledLinear(6, 5, in_splits=2, out_splits=3)
+    x = torch.randn(4, 6)
+    parts = layer.outputs(x)
+    assert [part.shape[-1] for part in parts] == [1, 2, 2] and torch.equal(torch.cat(parts, dim=-1), layer(x))

@@ -34,7 +34,7 @@ HOMES = """
 . .runtime.engine DeepSpeedEngine
 . .runtime.pipe.engine PipelineEngine
 . .runtime.pipe.module PipelineModule
-. .utils.init_on_device OnDevice
+. .runtime.zero.partition_parameters OnDevice
 . .utils.logging log_dist logger
 checkpoint .checkpoint.constants PARAMETER_TO_AVERAGE_PATTERNS PARAMETER_WITH_ROW_PARALLELISM_PATTERNS
     PIPELINE_REPLICATED_PARAMETER_PATTERNS TP_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_INFO
@@ -59,6 +59,9 @@ runtime.zero .runtime.zero.parameter_offload DeepSpeedZeRoOffload unwrap_model_f
 runtime.zero .runtime.zero.partition_parameters GatheredParameters Init ZeroParamStatus ZeroParamType
     register_external_parameter unregister_external_parameter
 runtime.zero .runtime.zero.tiling TiledLinear TiledLinearReturnBias
+runtime.zero.partition_parameters .accelerator get_accelerator
+runtime.zero.partition_parameters .runtime.zero.parameter_attributes ZeroParamStatus
+runtime.zero.utils .runtime.zero.partition_parameters ZeRORuntimeException is_zero3_model
 runtime.zero.linear torch.nn LinearModuleForZeroStage3=Linear
 runtime.zero.linear torch.nn.functional zero3_linear_wrap=linear
 runtime.zero.stage3 .runtime.base_optimizer DeepSpeedZeroOptimizer_Stage3
@@ -68,7 +71,8 @@ runtime.zero.stage_1_and_2 .runtime.base_optimizer DeepSpeedZeroOptimizer
 runtime.zero.stage_1_and_2 .runtime.zero.memory_estimates estimate_zero2_model_states_mem_needs
     estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live
 utils .runtime.dataloader RepeatingLoader
-utils .utils.init_on_device OnDevice
+utils .runtime.zero.partition_parameters OnDevice
+utils.init_on_device .runtime.zero.partition_parameters OnDevice
 utils .utils.logging log_dist log_dist_once logger set_log_level_from_string
 utils .utils.nvtx instrument_w_nvtx
 utils .utils.tensor_fragment fragment_address safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state
@@ -93,6 +97,7 @@ launcher.multinode_runner MultiNodeRunner PDSHRunner OpenMPIRunner MPICHRunner I
     Hosts are started over ssh (`deepspeed --hostfile F`), or by srun, whose environment is read.
 module_inject LinearAllreduce LinearLayer replace_transformer_layer revert_transformer_layer set_autotp_mode: Set
     mesh.tensor and `tensor` in the configuration: matrices are cut by a plan, or by the model's own tp_plan.
+moe.sharded_moe TopKGate: Use deepspeed.moe.layer.MoE, whose gate is `layer.gate`.
 ops.muon Muon MuonWithAuxAdam: Pass torch.optim.Muon to initialize at zero stage 0, where every rank holds whole
     matrices.
 runtime.pipe.schedule PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction:
@@ -100,6 +105,8 @@ runtime.pipe.schedule PipeSchedule TrainSchedule InferenceSchedule DataParallelS
 runtime.sequence_parallel.ulysses_sp UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter: Set mesh.sequence in a native
     configuration and use trilithon.initialize: attention layers are found by itself.
 runtime.zero MiCS_Init: Build the model under deepspeed.zero.Init.
+runtime.zero.tiling TiledLinearReturnBias: Use deepspeed.zero.TiledLinear, or
+    trilithon.zero.tile(model, above_numel=...).
 sequence.layer DistributedAttention single_all_to_all: Set mesh.sequence in the configuration: attention layers are
     found and their heads are exchanged.
 utils.numa get_numactl_cmd: Bind ranks with numactl, taskset or srun yourself.

@@ -22,17 +22,12 @@ class MoE(trilithon.MoE):
 
     def __init__(
         self, hidden_size: int, expert: nn.Module, num_experts: int = 1, ep_size: int = 1, k: int = 1,
-        capacity_factor: float = 1.0, eval_capacity_factor: float = 1.0, min_capacity: int = 4,
-        use_residual: bool = False, noisy_gate_policy: str | None = None, drop_tokens: bool = True,
-        use_rts: bool = True, use_tutel: bool = False, enable_expert_tensor_parallelism: bool = False,
-        top2_2nd_expert_sampling: bool = True, **native: Any,
+        capacity_factor: float = 1.0, eval_capacity_factor: float = 1.0, *args: Any, **settings: Any,
     ) -> None:  # fmt: skip
-        native = {"aux_loss_counts": "first" if k <= 2 else "all", "expert_init": "copy"} | native
+        settings = {"aux_loss_counts": "first" if k <= 2 else "all", "expert_init": "copy"} | settings
         super().__init__(
-            hidden_size, expert, num_experts, ep_size, k, capacity_factor, eval_capacity_factor, min_capacity,
-            use_residual, noisy_gate_policy, drop_tokens, use_rts, use_tutel, enable_expert_tensor_parallelism,
-            top2_2nd_expert_sampling, **native,
-        )  # fmt: skip
+            hidden_size, expert, num_experts, ep_size, k, capacity_factor, eval_capacity_factor, *args, **settings
+        )
         self.expert_group_name = f"ep_size_{ep_size}"
         self.num_local_experts = num_experts // ep_size
         for param in self.experts.parameters():

@@ -5,6 +5,7 @@ The engine does it by itself; these are for scripts that make parameter groups o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -31,16 +32,14 @@ def split_params_into_shared_and_expert_params(params: Iterable[Tensor]) -> tupl
     return [p for p in found if not is_moe_param(p)], [p for p in found if is_moe_param(p)]
 
 
-def split_params_grads_into_shared_and_expert_params(
-    group: Iterable[Tensor],
-) -> tuple[list[Tensor], list[Tensor]]:
+def split_params_grads_into_shared_and_expert_params(group: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The gradients that are there, likewise."""
     shared, expert = split_params_into_shared_and_expert_params(group)
     return [p.grad for p in shared if p.grad is not None], [p.grad for p in expert if p.grad is not None]
 
 
 def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: dict[str, Any] | Iterable[dict[str, Any]], max_group_size: float = 178956971
+    param_groups: dict[str, Any] | Iterable[dict[str, Any]], max_group_size: float | None = 178956971
 ) -> list[dict[str, Any]]:
     """Each group without its expert parameters, then groups of those: by name of their ranks, `moe` True.
 
@@ -51,23 +50,17 @@ def split_params_into_different_moe_groups_for_optimizer(
     if any("name" not in group for group in groups):
         raise ConfigError('a parameter group has no "name", by which the groups of its experts go. Give it one.')
     found: list[dict[str, Any]] = []
+    limit = math.inf if max_group_size is None else max_group_size
     for group in groups:
         group["params"], experts = split_params_into_shared_and_expert_params(group["params"])
-        found += _expert_groups(group, experts, max_group_size)
+        by_name: dict[str, list[list[Tensor]]] = {}
+        for param in experts:
+            lists = by_name.setdefault(cast(Any, param).group_name, [[]])
+            if lists[-1] and sum(p.numel() for p in lists[-1]) + param.numel() > limit:
+                lists.append([])
+            lists[-1].append(param)
+        found += [{**group, "params": p, "name": name, "moe": True} for name, lists in by_name.items() for p in lists]
     return [*groups, *found]
-
-
-def _expert_groups(group: dict[str, Any], experts: list[Tensor], limit: float | None) -> list[dict[str, Any]]:
-    by_name: dict[str, list[list[Tensor]]] = {}
-    for param in experts:
-        lists = by_name.setdefault(cast(Any, param).group_name, [[]])
-        if limit is not None and lists[-1] and sum(p.numel() for p in lists[-1]) + param.numel() > limit:
-            lists.append([])
-        lists[-1].append(param)
-    settings = {key: value for key, value in group.items() if key != "params"}
-    return [
-        {**settings, "params": params, "name": name, "moe": True} for name, lists in by_name.items() for params in lists
-    ]
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:

@@ -40,10 +40,7 @@ warning_once = functools.lru_cache(maxsize=256)(logger.warning)
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
     """By name: debug, info, warning, error or critical. Raises ValueError for another one."""
-    level = logging.getLevelNamesMapping().get(log_level_str.upper())
-    if level is None:
-        raise ValueError(f"{log_level_str} is not a log level; there are debug, info, warning, error and critical.")
-    (custom_logger or logger).setLevel(level)
+    (custom_logger or logger).setLevel(log_level_str.upper())
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
     """The function, under its name in profiles."""
 
     @functools.wraps(func)
-    def named(*args: P.args, **kwargs: P.kwargs) -> R:
+    def named(*args: Any, **kwargs: Any) -> Any:
         with torch.profiler.record_function(func.__qualname__):
             return func(*args, **kwargs)
 

@@ -7,25 +7,27 @@ gradient. Random numbers, of torch's generators and of the streams, are drawn al
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from trilithon import checkpointing as native
-from trilithon.checkpointing import RandomStreams
 from trilithon.errors import ProtocolError
 
-_KEYS = {
-    "partition_activations": "partition",
-    "contiguous_memory_optimization": "contiguous",
-    "number_checkpoints": "number",
-    "cpu_checkpointing": "host",
-    "synchronize_checkpoint_boundary": "synchronize",
-    "profile": "profile",
-}
+# DeepSpeed's key in a file, its argument of `configure`, and ours in `recompute`
+_SETTINGS = (
+    ("partition_activations", "partition_activations", "partition"),
+    ("contiguous_memory_optimization", "contiguous_checkpointing", "contiguous"),
+    ("number_checkpoints", "num_checkpoints", "number"),
+    ("cpu_checkpointing", "checkpoint_in_cpu", "host"),
+    ("synchronize_checkpoint_boundary", "synchronize", "synchronize"),
+    ("profile", "profile", "profile"),
+)
 _SAID: dict[str, Any] = {"group": None, "layers": 1, "rank": 0}
+
+checkpoint = non_reentrant_checkpoint = native.checkpoint
+is_configured, reset = native.is_configured, native.reset
+get_cuda_rng_tracker, CudaRNGStatesTracker = native.random_streams, native.RandomStreams
 
 
 def configure(
@@ -40,37 +42,21 @@ def configure(
     cut over, and inputs stay whole. Raises AssertionError for contiguous_checkpointing without partition_activations
     and a number of checkpoints.
     """
-    block = _block(deepspeed_config)
-    said = {name: block[key] for key, name in _KEYS.items() if block.get(key) is not None}
-    given = {
-        "partition": partition_activations,
-        "contiguous": contiguous_checkpointing,
-        "number": num_checkpoints,
-        "host": checkpoint_in_cpu,
-        "synchronize": synchronize,
-        "profile": profile,
-    }
-    said.update({name: value for name, value in given.items() if value is not None})
-    if said.get("contiguous"):
-        assert said.get("partition"), "contiguous_checkpointing is only available with partition_activations"
-        assert said.get("number") is not None, "contiguous_checkpointing needs the number of checkpoints"
-    _SAID["group"], _SAID["rank"] = _tensor_group(mpu_)
+    given: dict[str, Any] = dict(locals())
+    if isinstance(deepspeed_config, str | Path):
+        deepspeed_config = json.loads(Path(deepspeed_config).read_text())
+    block = deepspeed_config.get("activation_checkpointing") if isinstance(deepspeed_config, Mapping) else None
+    told = block if isinstance(block, Mapping) else {}
+    said = {ours: given[name] if given[name] is not None else told.get(key) for key, name, ours in _SETTINGS}
+    if said["contiguous"]:
+        assert said["partition"], "contiguous_checkpointing is only available with partition_activations"
+        assert said["number"] is not None, "contiguous_checkpointing needs the number of checkpoints"
+    _SAID["group"], _SAID["rank"] = None, 0
+    for name in ("slice_parallel", "model_parallel", "tensor_model_parallel"):  # the last one that is there counts
+        if hasattr(mpu_, f"get_{name}_group"):
+            _SAID["group"] = getattr(mpu_, f"get_{name}_group")()
+            _SAID["rank"] = getattr(mpu_, f"get_{name}_rank", lambda: 0)()
     _apply(said)
-
-
-def _block(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
-    if isinstance(config, str | Path):
-        config = json.loads(Path(config).read_text())
-    found = config.get("activation_checkpointing") if isinstance(config, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
-
-
-def _tensor_group(mpu: Any) -> tuple[dist.ProcessGroup | None, int]:
-    for name in ("tensor_model_parallel", "model_parallel", "slice_parallel"):
-        if hasattr(mpu, f"get_{name}_group"):
-            rank = getattr(mpu, f"get_{name}_rank", lambda: 0)()
-            return getattr(mpu, f"get_{name}_group")(), rank
-    return None, 0
 
 
 def _apply(said: Mapping[str, Any]) -> None:
@@ -79,26 +65,6 @@ def _apply(said: Mapping[str, Any]) -> None:
     if _SAID["group"] is None:
         settings.pop("partition", None)
     native.configure(settings, group=_SAID["group"], num_layers=_SAID["layers"])
-
-
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, whose activations are computed again in backward."""
-    return native.checkpoint(function, *args, **kwargs)
-
-
-def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """The same."""
-    return native.checkpoint(function, *args)
-
-
-def is_configured() -> bool:
-    """`configure` was called."""
-    return native.is_configured()
-
-
-def reset() -> None:
-    """Give buffers back, between training and evaluation, say."""
-    native.reset()
 
 
 def set_num_layers(nlayers: int) -> None:
@@ -115,13 +81,7 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 def _again(changes: Mapping[str, Any]) -> None:
     settings = native.configured()
     said = settings.model_dump(exclude_defaults=True) if settings is not None else {}
-    said["host"] = said.pop("tier", "device") == "host"
-    _apply({**said, **changes})
-
-
-def get_cuda_rng_tracker() -> RandomStreams:
-    """Streams of random numbers by name, on any device."""
-    return native.random_streams()
+    _apply({**said, "host": said.pop("tier", "device") == "host", **changes})
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
@@ -132,6 +92,3 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     """A stream cannot get another seed; make one with `get_cuda_rng_tracker().add(name, seed)`."""
     raise ProtocolError("model_parallel_reconfigure_tp_seed: add a stream of its own, get_cuda_rng_tracker().add(...).")
-
-
-CudaRNGStatesTracker = RandomStreams

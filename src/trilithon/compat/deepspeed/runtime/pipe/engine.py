@@ -11,7 +11,6 @@ from torch import Tensor
 from trilithon.compat.deepspeed.runtime.dataloader import RepeatingLoader
 from trilithon.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from trilithon.compat.deepspeed.runtime.pipe.module import PipelineError, PipelineModule
-from trilithon.compat.deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -21,30 +20,17 @@ class PipelineEngine(DeepSpeedEngine):
     _batches: Iterator[Any] | None = None
     _batch_fn: Callable[[Any], Any] | None = None
 
-    @property
-    def num_stages(self) -> int:
-        return self.module.num_stages
-
-    @property
-    def grid(self) -> PipelineParallelGrid:
-        return self.module.mpu()
-
-    @property
-    def stage_id(self) -> int:
-        return self.native.mesh.part("pipe")[0]
-
-    @property
-    def micro_batches(self) -> int:
-        """In one step."""
-        return self.gradient_accumulation_steps()
+    num_stages = property(lambda self: self.module.num_stages)
+    stage_id = property(lambda self: self.native.mesh.part("pipe")[0])
+    micro_batches = property(lambda self: self.gradient_accumulation_steps())
+    grid = property(lambda self: self.module.mpu())
 
     def is_first_stage(self) -> bool:
-        return self.stage_id == 0
+        return bool(self.stage_id == 0)
 
     def is_last_stage(self) -> bool:
-        return self.stage_id == self.num_stages - 1
+        return bool(self.stage_id == self.num_stages - 1)
 
-    # ---------------------------------------------------------------------------------------------------- the data
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Train from this loader, over and over."""
         self.training_dataloader = loader
@@ -67,7 +53,6 @@ class PipelineEngine(DeepSpeedEngine):
         pulled = [next(source) for _ in range(number)]
         return pulled if self._batch_fn is None else [self._batch_fn(one) for one in pulled]
 
-    # ------------------------------------------------------------------------------------------ training, evaluation
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One step over `micro_batches` micro-batches; the mean loss [], on all ranks. Collective.
 
@@ -93,11 +78,11 @@ class PipelineEngine(DeepSpeedEngine):
         """
         if reduce_output not in ("avg", None):
             raise PipelineError(f"reduce_output={reduce_output!r}: losses are averaged ('avg').")
-        batches = self._pull(data_iter, num_micro_batches or self.micro_batches)
-        if batches is not None and not compute_loss:
+        batches = self._pull(data_iter, num_micro_batches or self.micro_batches) or []
+        if not compute_loss:
             batches = [(inputs, None) for inputs, _ in batches]
         wanted = return_logits or not compute_loss
-        found = self.native.eval_step(batches if batches is not None else [], outputs=wanted)
+        found = self.native.eval_step(batches, outputs=wanted)
         mean, outputs = found if wanted else (found, None)
         if not compute_loss:
             return outputs
@@ -105,23 +90,12 @@ class PipelineEngine(DeepSpeedEngine):
         return (loss, outputs) if return_logits else loss
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise PipelineError("a pipelined engine has no forward: call train_batch() or eval_batch().")
+        raise PipelineError("a pipelined engine has no forward, backward or step: call train_batch() or eval_batch().")
 
-    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise PipelineError("a pipelined engine has no backward: call train_batch().")
+    backward = step = forward
 
-    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise PipelineError("a pipelined engine has no step: call train_batch().")
+    def reset_activation_shape(self, *_: Any) -> None:
+        """Nothing to do: whatever is made of tensors travels between stages, in shapes that may change from step to
+        step, and losses beside the main one are added in loss_fn."""
 
-    # ------------------------------------------------------------------------------------------------------- around
-    def reset_activation_shape(self) -> None:
-        """Shapes may change from step to step as they are."""
-
-    def get_additional_losses(self) -> None:
-        """Losses beside the main one are part of it: add them in loss_fn."""
-
-    def set_has_attention_mask(self, value: bool) -> None:
-        """Anything made of tensors travels between stages."""
-
-
-__all__ = ["PipelineEngine", "PipelineError"]
+    get_additional_losses = set_has_attention_mask = reset_activation_shape

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
-
-from torch import Tensor, nn
 
 import trilithon
 from trilithon.compat.deepspeed.runtime.activation_checkpointing import checkpointing
@@ -29,28 +27,15 @@ class NotALayerError(ConfigError, RuntimeError):
 class LayerSpec(trilithon.LayerSpec):
     """A layer that is built where it is needed. Raises RuntimeError for what is no class of torch.nn.Module."""
 
-    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
-        _require_class(typename)
-        super().__init__(typename, *module_args, **module_kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().__init__(*args, **kwargs)
+        except ConfigError as error:
+            raise NotALayerError(str(error)) from None
 
 
-class TiedLayerSpec(trilithon.TiedLayerSpec):
+class TiedLayerSpec(LayerSpec, trilithon.TiedLayerSpec):
     """A layer whose module is that of every other one with the same key. Raises RuntimeError as `LayerSpec`."""
-
-    def __init__(
-        self, key: str, typename: type[nn.Module], *module_args: Any,
-        forward_fn: Callable[[nn.Module, Any], Any] | None = None, tied_weight_attr: str | Sequence[str] = "weight",
-        **module_kwargs: Any,
-    ) -> None:  # fmt: skip
-        _require_class(typename)
-        super().__init__(
-            key, typename, *module_args, forward_fn=forward_fn, tied_weight_attr=tied_weight_attr, **module_kwargs
-        )
-
-
-def _require_class(typename: object) -> None:
-    if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-        raise NotALayerError(f"LayerSpec takes a class of torch.nn.Module; got {typename!r}.")
 
 
 class PipelineModule(trilithon.PipelineModule):
@@ -61,24 +46,17 @@ class PipelineModule(trilithon.PipelineModule):
 
     def __init__(
         self, layers: Iterable[Any], num_stages: int | None = None, topology: ProcessTopology | None = None,
-        loss_fn: Callable[[Any, Any], Tensor] | None = None, seed_layers: bool = False,
-        seed_fn: Callable[[int], object] | None = None, base_seed: int = 1234,
-        partition_method: str | Sequence[float] = "parameters", activation_checkpoint_interval: int = 0,
-        activation_checkpoint_func: Callable[..., Any] = checkpointing.checkpoint,
-        checkpointable_layers: Sequence[str] | None = None, dynamic_shape: bool = False,
+        *args: Any, **settings: Any,
     ) -> None:  # fmt: skip
         if num_stages is None and topology is None:
             raise NotALayerError("must provide num_stages or topology")
-        if isinstance(partition_method, str) and partition_method.lower() == "profile":
+        if str(settings.get("partition_method")).lower() == "profile":
             way = "give a list with a weight for each layer, as trilithon.parallel.pipeline.layer_seconds measures."
             raise NotImplementedError(f'partition_method="profile": {way}')
-        super().__init__(
-            layers, num_stages, topology, loss_fn, seed_layers, seed_fn, base_seed, partition_method,
-            activation_checkpoint_interval, activation_checkpoint_func, checkpointable_layers, dynamic_shape,
-        )  # fmt: skip
-        world = PipelineParallelGrid().data_parallel_size
-        stages = self.num_stages
-        self._topo = topology if topology is not None else PipeDataParallelTopology(stages, world // stages)
+        super().__init__(layers, num_stages, topology, *args, **settings)
+        self.activation_checkpoint_func = self.activation_checkpoint_func or checkpointing.checkpoint
+        replicas = PipelineParallelGrid().data_parallel_size // self.num_stages
+        self._topo = topology if topology is not None else PipeDataParallelTopology(self.num_stages, replicas)
 
     def topology(self) -> ProcessTopology:
         return self._topo
@@ -97,6 +75,3 @@ class PipelineModule(trilithon.PipelineModule):
         if not found:
             raise NotALayerError(f"no layer is called {layername}.")
         return found
-
-
-__all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]

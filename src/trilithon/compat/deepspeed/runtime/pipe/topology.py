@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 
@@ -12,18 +14,18 @@ from trilithon.errors import ConfigError
 
 
 class ProcessTopology:
-    """axes: names; dims: their sizes, alike long."""
+    """axes: names; dims: their sizes, alike long. Errors are those of `trilithon.config.mesh.Axes`, ValueErrors."""
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes, self.dims = list(axes), list(dims)
         self._mesh = Axes(tuple(axes), tuple(dims))
-        self.ProcessCoord = NamedTuple("ProcessCoord", [(axis, int) for axis in axes])  # type: ignore[misc]
+        self.ProcessCoord: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]
 
     def world_size(self) -> int:
         return self._mesh.world_size
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at coordinates that name every axis. Raises ConfigError (a ValueError) otherwise."""
+        """The rank at coordinates that name every axis."""
         return self._mesh.rank(coord_kwargs)
 
     def get_axis_names(self) -> list[str]:
@@ -31,11 +33,10 @@ class ProcessTopology:
 
     def get_dim(self, axis: str) -> int:
         """The size of an axis; 0 for one that is not there."""
-        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+        return self._mesh.size(axis) if axis in self.axes else 0
 
-    def get_coord(self, rank: int) -> NamedTuple:
-        coordinates: NamedTuple = self.ProcessCoord(**self._mesh.coordinates(rank))  # type: ignore[operator]
-        return coordinates
+    def get_coord(self, rank: int) -> Any:
+        return self.ProcessCoord(**self._mesh.coordinates(rank))
 
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
@@ -50,12 +51,11 @@ class ProcessTopology:
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
         """The ranks with these coordinates."""
-        places = [(rank, self._mesh.coordinates(rank)) for rank in range(self.world_size())]
-        return [rank for rank, here in places if all(here[axis] == at for axis, at in filter_kwargs.items())]
+        return self._mesh.ranks_at(filter_kwargs)
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """The ranks at one place of one axis."""
-        return self.filter_match(**{axis: idx})
+        return self._mesh.ranks_at({axis: idx})
 
 
 class PipeDataParallelTopology(ProcessTopology):
@@ -72,62 +72,38 @@ class PipeModelDataParallelTopology(ProcessTopology):
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
+_FAMILIES = {"pipe": "pipe", "data": "data", "model": "model", "slice": "model"}  # name of methods -> axis
+
+
 class PipelineParallelGrid:
-    """This rank's place on a topology. Raises ConfigError when the topology has another number of ranks."""
+    """This rank's place on a topology: get_<family>_parallel_rank() and get_<family>_parallel_world_size() for the
+    families pipe, data, model and slice. Raises ConfigError when the topology has another number of ranks."""
+
+    data_parallel_size: int
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: object = None) -> None:
         world, self.global_rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        self._topo = topology if topology is not None else PipeDataParallelTopology(1, world)
+        self.topology = self._topo = topology if topology is not None else PipeDataParallelTopology(1, world)
         if self._topo.world_size() != world:
             raise ConfigError(f"the topology has {self._topo.world_size()} ranks, and {world} are running.")
-        self.pipe_parallel_size = max(self._topo.get_dim("pipe"), 1)
-        self.data_parallel_size = max(self._topo.get_dim("data"), 1)
-        self.model_parallel_size = self.slice_parallel_size = max(self._topo.get_dim("model"), 1)
-        self.stage_id, self.data_parallel_id = self._place("pipe"), self._place("data")
+        here = self._topo.get_coord(self.global_rank)._asdict()
+        for family, axis in _FAMILIES.items():
+            setattr(self, f"{family}_parallel_size", max(self._topo.get_dim(axis), 1))
+            setattr(self, f"get_{family}_parallel_world_size", partial(max, self._topo.get_dim(axis), 1))
+            setattr(self, f"get_{family}_parallel_rank", partial(int, here.get(axis, 0)))
+        self._here, self.stage_id, self.data_parallel_id = here, here.get("pipe", 0), here.get("data", 0)
         self.is_first_stage = self.stage_id == 0
-        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
-
-    def _place(self, axis: str) -> int:
-        return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))
-
-    @property
-    def topology(self) -> ProcessTopology:
-        return self._topo
+        self.is_last_stage = self.stage_id == max(self._topo.get_dim("pipe"), 1) - 1
 
     def get_global_rank(self) -> int:
         return self.global_rank
 
     def get_stage_id(self) -> int:
-        return self.stage_id
+        return int(self.stage_id)
 
     def get_data_parallel_id(self) -> int:
-        return self.data_parallel_id
-
-    def get_pipe_parallel_rank(self) -> int:
-        return self.stage_id
-
-    def get_pipe_parallel_world_size(self) -> int:
-        return self.pipe_parallel_size
-
-    def get_data_parallel_rank(self) -> int:
-        return self.data_parallel_id
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.data_parallel_size
-
-    def get_model_parallel_rank(self) -> int:
-        return self._place("model")
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.model_parallel_size
-
-    def get_slice_parallel_rank(self) -> int:
-        return self._place("model")
-
-    def get_slice_parallel_world_size(self) -> int:
-        return self.slice_parallel_size
+        return int(self.data_parallel_id)
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
         """The rank of another stage with this rank's other coordinates."""
-        here = {axis: getattr(self._topo.get_coord(self.global_rank), axis) for axis in self._topo.axes}
-        return self._topo.get_rank(**{**here, "pipe": stage_id, **kwargs})
+        return self._topo.get_rank(**{**self._here, "pipe": stage_id, **kwargs})

@@ -1,7 +1,8 @@
 """Memory for the states of a model by DeepSpeed's own formulas, as its `estimate_...` functions print them.
 
 P parameters, L those of the largest layer, g devices on each of n nodes, f the buffer factor; bytes per node (CPU) and
-per device. They know fp16 training with Adam and nothing of activations; `trilithon plan` will say what runs need here.
+per device. They know fp16 training with Adam and nothing of activations; `trilithon train --dry-run` says what a run
+needs here.
 
     stage 3   device: 4 L + (18 P / gn | 2 P / gn | 0)     nothing, the optimizer, or parameters too off the device
               CPU:    4 (L or P) g f without offload (L under zero.Init); else (16 | 18) P f / n, at least 4 P g f
@@ -12,11 +13,12 @@ per device. They know fp16 training with Adam and nothing of activations; `trili
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Mapping
 
 from torch import nn
 
-_GIB = 2**30
+_TIER = {True: "cpu", False: "none"}
 
 
 def estimate_zero3_model_states_mem_needs(
@@ -54,68 +56,47 @@ def model_to_params(model: nn.Module) -> tuple[int, int]:
     return total, max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
 
 
-def estimate_zero3_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
-    """Print the table for a model that is there."""
-    total, largest = model_to_params(model)
-    estimate_zero3_model_states_mem_needs_all_cold(
-        total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
-
-
 def estimate_zero3_model_states_mem_needs_all_cold(
     total_params: int, largest_layer_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:  # fmt: skip
     """Print the table for numbers of parameters."""
-
-    def rows() -> Iterator[tuple[int, int, str]]:
-        for optimizer, params in ((True, True), (True, False), (False, False)):
-            for zero_init in (True, False):
-                cpu, device, _ = estimate_zero3_model_states_mem_needs(
-                    total_params, largest_layer_params, num_gpus_per_node, num_nodes, optimizer, params, zero_init,
-                    additional_buffer_factor,
-                )  # fmt: skip
-                options = f"offload_param={_tier(params)}, offload_optimizer={_tier(optimizer)}, zero_init="
-                yield cpu, device, options + str(int(zero_init))
-
-    size = f"{_millions(total_params)} total params, {_millions(largest_layer_params)} largest layer params."
-    _print(num_gpus_per_node, num_nodes, size, rows())
-
-
-def estimate_zero2_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
-    """Print the table for a model that is there."""
-    total, _ = model_to_params(model)
-    estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    rows = {}
+    for (optimizer, params), init in itertools.product(((1, 1), (1, 0), (0, 0)), (1, 0)):
+        name = f"offload_param={_TIER[bool(params)]}, offload_optimizer={_TIER[bool(optimizer)]}, zero_init={init}"
+        rows[name] = estimate_zero3_model_states_mem_needs(
+            total_params, largest_layer_params, num_gpus_per_node, num_nodes, bool(optimizer), bool(params), bool(init),
+            additional_buffer_factor,
+        )[:2]  # fmt: skip
+    size = f"{total_params / 1e6:.0f}M total params, {largest_layer_params / 1e6:.0f}M largest layer params."
+    _print(num_gpus_per_node, num_nodes, size, rows)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Print the table for a number of parameters."""
-    rows = []
-    for optimizer in (True, False):
-        cpu, device = estimate_zero2_model_states_mem_needs(
-            total_params, num_gpus_per_node, num_nodes, optimizer, additional_buffer_factor
-        )
-        rows.append((cpu, device, f"offload_optimizer={_tier(optimizer)}"))
-    _print(num_gpus_per_node, num_nodes, f"{_millions(total_params)} total params.", iter(rows))
+    given = (total_params, num_gpus_per_node, num_nodes)
+    rows = {
+        f"offload_optimizer={tier}": estimate_zero2_model_states_mem_needs(*given, offload, additional_buffer_factor)
+        for offload, tier in _TIER.items()
+    }
+    _print(num_gpus_per_node, num_nodes, f"{total_params / 1e6:.0f}M total params.", rows)
 
 
-def _tier(on_cpu: bool) -> str:
-    return "cpu" if on_cpu else "none"
-
-
-def _millions(params: int) -> str:
-    return f"{params / 1e6:.0f}M"
-
-
-def _print(devices: int, nodes: int, size: str, rows: Iterator[tuple[int, int, str]]) -> None:
+def _print(devices: int, nodes: int, size: str, rows: Mapping[str, tuple[int, int]]) -> None:
     print("Memory for parameters, gradients and optimizer states, by DeepSpeed's formulas")
     print(f"{nodes} node{'s' * (nodes > 1)} with {devices} device{'s' * (devices > 1)} each; {size}")
     print("  per CPU  |  per GPU |   Options")
-    for cpu, device, options in rows:
-        print(f" {cpu / _GIB:7.2f}GB | {device / _GIB:6.2f}GB | {options}")
+    for options, (cpu, device) in rows.items():
+        print(f" {cpu / 2**30:7.2f}GB | {device / 2**30:6.2f}GB | {options}")
+
+
+def estimate_zero3_model_states_mem_needs_all_live(model: nn.Module, *args: int, **settings: float) -> None:
+    """Print the table for a model that is there; further arguments as in `..._all_cold`."""
+    estimate_zero3_model_states_mem_needs_all_cold(*model_to_params(model), *args, **settings)  # type: ignore[arg-type]
+
+
+def estimate_zero2_model_states_mem_needs_all_live(model: nn.Module, *args: int, **settings: float) -> None:
+    """Likewise."""
+    estimate_zero2_model_states_mem_needs_all_cold(model_to_params(model)[0], *args, **settings)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trilithon import zero
 
-
-class ZeroParamStatus(Enum):
-    """Whether the values of a parameter are here."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
+ZeroParamStatus = Enum("ZeroParamStatus", ["AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"])  # whether the values are here
 
 
 @dataclass(eq=False)
@@ -47,8 +42,9 @@ _NUMBERS = itertools.count()
 
 def note(param: nn.Parameter) -> None:
     """From now on the parameter has the attributes."""
-    if not _INSTALLED:
-        _install()
+    if not hasattr(nn.Parameter, "ds_id"):
+        for name in _ATTRIBUTES:  # properties: a parameter of stage 3 changes between whole and cut under its user
+            setattr(nn.Parameter, name, property(partial(_read, name)))
     if param not in _RECORDS:
         _RECORDS[param] = _Record(next(_NUMBERS))
 
@@ -58,12 +54,16 @@ def forget(params: Iterable[nn.Parameter]) -> None:
         _RECORDS.pop(param, None)
 
 
-def is_noted(param: object) -> bool:
-    return isinstance(param, Tensor) and param in _RECORDS
+def is_zero_param(parameter: Any) -> bool:
+    """A parameter with the attributes of stage 3."""
+    return isinstance(parameter, Tensor) and parameter in _RECORDS
 
 
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+def _read(name: str, param: nn.Parameter) -> Any:
+    record = _RECORDS.get(param)
+    if record is None:
+        raise AttributeError(f"'{type(param).__name__}' object has no attribute '{name}' (it is not cut by stage 3)")
+    return _ATTRIBUTES[name](param, record)
 
 
 def _status(param: nn.Parameter, _: _Record) -> ZeroParamStatus:
@@ -80,54 +80,42 @@ def _persists(param: nn.Parameter, record: _Record) -> bool:
     return not zero.is_cut(param) and record.whole is None
 
 
-def _all_gather(param: nn.Parameter, _: _Record) -> Callable[..., None]:
-    def all_gather(param_list: Sequence[nn.Parameter] | None = None, **_ignored: Any) -> None:
-        """Collective: whole until `partition`."""
-        for one in param_list or [param]:
-            record = _RECORDS[one]
-            if record.whole is None and zero.is_cut(one):
-                record.whole = ExitStack()
-                record.whole.enter_context(zero.gathered(one, modify=0))
-                record.kept = one.detach().clone()
-
-    return all_gather
+def _all_gather(param: nn.Parameter, param_list: Sequence[nn.Parameter] | None = None, **_ignored: Any) -> None:
+    """Collective: whole until `partition`."""
+    for one in param_list or [param]:
+        record = _RECORDS[one]
+        if record.whole is None and zero.is_cut(one):
+            record.whole = ExitStack()
+            record.whole.enter_context(zero.gathered(one, modify=0))
+            record.kept = one.detach().clone()
 
 
-def _partition(param: nn.Parameter, _: _Record) -> Callable[..., None]:
-    def partition(param_list: Sequence[nn.Parameter] | None = None, has_been_updated: bool = False, **_: Any) -> None:
-        """Collective: cut again. has_been_updated: keep what rank 0 wrote since `all_gather`; else it is lost."""
-        for one in param_list or [param]:
-            record = _RECORDS[one]
-            if record.whole is None:
-                continue
-            if not has_been_updated and record.kept is not None:
-                one.data.copy_(record.kept)
-            whole, record.whole, record.kept = record.whole, None, None
-            whole.close()
-
-    return partition
-
-
-def _partition_numel(param: nn.Parameter, _: _Record) -> Callable[[], int]:
-    return lambda: -(-param.numel() // _world_size())
+def _partition(
+    param: nn.Parameter, param_list: Sequence[nn.Parameter] | None = None, has_been_updated: bool = False, **_: Any
+) -> None:
+    """Collective: cut again. has_been_updated: keep what rank 0 wrote since `all_gather`; else it is lost."""
+    for one in param_list or [param]:
+        record = _RECORDS[one]
+        if record.whole is None:
+            continue
+        if not has_been_updated and record.kept is not None:
+            one.data.copy_(record.kept)
+        whole, record.whole, record.kept = record.whole, None, None
+        whole.close()
 
 
-def _summary(param: nn.Parameter, record: _Record) -> Callable[..., dict[str, Any]]:
-    def ds_summary(slice_shape: bool = False, use_debug_name: bool = False) -> dict[str, Any]:
-        summary = {
-            "id": record.number,
-            "status": _status(param, record).name,
-            "numel": param.numel(),
-            "ds_numel": param.numel(),
-            "shape": tuple(param.shape),
-            "ds_shape": tuple(param.shape),
-            "requires_grad": param.requires_grad,
-            "persist": _persists(param, record),
-            "active_sub_modules": record.active,
-        }
-        return summary | ({"ds_tensor.shape": tuple(_own(param, record).shape)} if slice_shape else {})
+def _partition_numel(param: nn.Parameter) -> int:
+    return -(-param.numel() // (dist.get_world_size() if dist.is_initialized() else 1))
 
-    return ds_summary
+
+def _summary(
+    param: nn.Parameter, record: _Record, slice_shape: bool = False, use_debug_name: bool = False
+) -> dict[str, Any]:
+    numel, shape = param.numel(), tuple(param.shape)
+    summary = {"id": record.number, "status": _status(param, record).name, "numel": numel, "ds_numel": numel}
+    summary |= {"shape": shape, "ds_shape": shape, "requires_grad": param.requires_grad}
+    summary |= {"persist": _persists(param, record), "active_sub_modules": record.active}
+    return summary | ({"ds_tensor.shape": tuple(_own(param, record).shape)} if slice_shape else {})
 
 
 _ATTRIBUTES: dict[str, Callable[[nn.Parameter, _Record], Any]] = {
@@ -139,28 +127,8 @@ _ATTRIBUTES: dict[str, Callable[[nn.Parameter, _Record], Any]] = {
     "ds_persist": _persists,
     "ds_process_group": lambda *_: dist.group.WORLD if dist.is_initialized() else None,
     "ds_active_sub_modules": lambda _, record: record.active,
-    "ds_summary": _summary,
-    "all_gather": _all_gather,
-    "partition": _partition,
-    "partition_numel": _partition_numel,
+    "ds_summary": lambda param, record: partial(_summary, param, record),
+    "all_gather": lambda param, _: partial(_all_gather, param),
+    "partition": lambda param, _: partial(_partition, param),
+    "partition_numel": lambda param, _: partial(_partition_numel, param),
 }
-_INSTALLED: list[str] = []
-
-
-def _install() -> None:
-    """Once in a process: properties, because a parameter of stage 3 changes between whole and cut under its user."""
-    for name, get in _ATTRIBUTES.items():
-        setattr(nn.Parameter, name, property(_getter(name, get)))
-        _INSTALLED.append(name)
-
-
-def _getter(name: str, get: Callable[[nn.Parameter, _Record], Any]) -> Callable[[nn.Parameter], Any]:
-    def read(param: nn.Parameter) -> Any:
-        record = _RECORDS.get(param)
-        if record is None:
-            raise AttributeError(
-                f"'{type(param).__name__}' object has no attribute '{name}' (it is not cut by stage 3)"
-            )
-        return get(param, record)
-
-    return read

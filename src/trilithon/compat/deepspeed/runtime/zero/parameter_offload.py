@@ -6,21 +6,19 @@ Our hooks gather whatever a forward uses and leave alone what is whole already, 
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from trilithon import zero
 from trilithon.compat.deepspeed import engines
 from trilithon.compat.deepspeed.runtime.zero.parameter_attributes import forget, note
-from trilithon.compat.deepspeed.runtime.zero.partition_parameters import (
-    GatheredParameters,
-    external_parameters,
-    name_shapes_only,
-)
+from trilithon.compat.deepspeed.runtime.zero.partition_parameters import GatheredParameters, external_parameters
 from trilithon.engine.engine import Engine
 
 
@@ -31,9 +29,9 @@ def adopt(engine: Engine) -> None:
         for param in engine.module.parameters():
             note(param)
         for module in engine.module.modules():
-            name_shapes_only(module)
-            object.__setattr__(module, "ds_external_parameters", functools.partial(_external, module))
-            object.__setattr__(module, "all_parameters", functools.partial(_all_parameters, module))
+            zero.allow_unaware(module)
+            object.__setattr__(module, "ds_external_parameters", partial(_external, module))
+            object.__setattr__(module, "all_parameters", partial(_all_parameters, module))
 
 
 def release(engine: Engine) -> None:
@@ -41,27 +39,17 @@ def release(engine: Engine) -> None:
     forget([param for param in engine.module.parameters() if engines.engine_of(param)[0] is engine])
     engines.unregister(engine)
     for module in engine.module.modules():
-        for name in ("_save_to_state_dict", "_apply", "ds_external_parameters", "all_parameters"):
+        zero.allow_unaware(module, allow=False)
+        for name in ("ds_external_parameters", "all_parameters"):
             vars(module).pop(name, None)
 
 
 def _external(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    yield from external_parameters(module).items()
+    return iter(external_parameters(module).items())
 
 
 def _all_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    yield from module.named_parameters(recurse=False)
-    yield from _external(module)
-
-
-class _Coordinator:
-    """The order of gathers is recorded anew by itself when it changes."""
-
-    def is_invalid_trace(self) -> bool:
-        return True
-
-    def _invalidate_trace(self) -> None:
-        """Nothing to do."""
+    return itertools.chain(module.named_parameters(recurse=False), _external(module))
 
 
 class DeepSpeedZeRoOffload:
@@ -71,16 +59,20 @@ class DeepSpeedZeRoOffload:
         self.module = module
         self.forward_hooks: list[RemovableHandle] = []
         self.backward_hooks: list[RemovableHandle] = []
-        self.param_coordinator = _Coordinator()
 
-    def get_param_coordinator(self) -> _Coordinator:
-        return self.param_coordinator
+    def get_param_coordinator(self) -> Self:
+        """The order of gathers, which is recorded anew by itself when it changes."""
+        return self
 
-    def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """The hooks are in place as long as the engine is."""
+    param_coordinator = property(get_param_coordinator)
 
-    def empty_partition_cache(self) -> None:
-        """What was gathered is freed after its use."""
+    def is_invalid_trace(self) -> bool:
+        return True
+
+    def _nothing_to_do(self, *_: Any) -> None:
+        """Hooks are in place as long as the engine is, and what was gathered is freed after its use."""
+
+    _invalidate_trace = _register_deepspeed_module = empty_partition_cache = _nothing_to_do
 
 
 @contextmanager

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -24,19 +23,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from trilithon import zero
-from trilithon.compat.deepspeed.accelerator import get_accelerator
-from trilithon.compat.deepspeed.runtime.zero.parameter_attributes import ZeroParamStatus, is_noted, note
+from trilithon.compat.deepspeed.runtime.zero.parameter_attributes import is_zero_param, note
 from trilithon.errors import ConfigError, ShardedParameterError
 
+ZeroParamType = Enum("ZeroParamType", ["NORMAL", "PARTITIONED", "REMOTE"])  # ordinary, cut, or held elsewhere
 _orig_torch_arange = torch.arange  # transformers tells constructors apart by it
-
-
-class ZeroParamType(Enum):
-    """Of a parameter: ordinary, cut, or held elsewhere."""
-
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
+_CONSTRUCTORS = ("empty", "zeros", "ones", "full", "eye", "linspace", "logspace", "arange", "tensor", "rand", "randn")
+_QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
 
 
 def zero_wrapper_for_fp_tensor_constructor(
@@ -55,10 +48,29 @@ def zero_wrapper_for_fp_tensor_constructor(
     return construct
 
 
-_CONSTRUCTORS = ("empty", "zeros", "ones", "full", "eye", "linspace", "logspace", "arange", "tensor", "rand", "randn")
+class _Construction(ExitStack):
+    """A context in which new tensors have a type."""
+
+    def _make(self, dtype: torch.dtype) -> None:
+        self.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(dtype)
 
 
-class Init:
+class OnDevice(_Construction):
+    """Floating tensors made inside have `dtype`, all of them are on `device` ("meta": shapes without values)."""
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        super().__init__()
+        self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
+
+    def __enter__(self) -> Self:
+        if self._enabled:
+            self._make(self._dtype)
+            self.enter_context(self._device)
+        return self
+
+
+class Init(_Construction):
     """Parameters registered inside are cut over all ranks; `Init(module=m)` cuts those of a module that is there.
 
     dtype: floating tensors made inside have it; None leaves them as they are asked for. remote_device: None makes
@@ -69,31 +81,17 @@ class Init:
     """
 
     def __init__(
-        self,
-        module: nn.Module | None = None,
-        data_parallel_group: dist.ProcessGroup | None = None,
-        mem_efficient_linear: bool = True,
-        remote_device: str | None = None,
-        pin_memory: bool = False,
+        self, module: nn.Module | None = None, data_parallel_group: dist.ProcessGroup | None = None,
+        mem_efficient_linear: bool = True, remote_device: str | None = None, pin_memory: bool = False,
         config_dict_or_path: Mapping[str, Any] | str | Path | None = None,
-        config: Mapping[str, Any] | str | Path | None = None,
-        enabled: bool = True,
-        dtype: torch.dtype | None = None,
-        mpu: Any = None,
-        zero_param_parallel_group: Any = None,
-        zero_quantized_weights: bool = False,
-        zero_quantized_nontrainable_weights: bool = False,
-        sequence_data_parallel_group: dist.ProcessGroup | None = None,
-        param_swapper: Any = None,
-        tensor_overrides: Any = None,
-    ) -> None:
-        refused = {
-            "zero_param_parallel_group": zero_param_parallel_group,
-            "zero_quantized_weights": zero_quantized_weights,
-            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
-            "param_swapper": param_swapper,
-        }
-        for name, value in refused.items():
+        config: Mapping[str, Any] | str | Path | None = None, enabled: bool = True, dtype: torch.dtype | None = None,
+        mpu: Any = None, *, sequence_data_parallel_group: dist.ProcessGroup | None = None, tensor_overrides: Any = None,
+        **others: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        for name, value in others.items():
+            if name not in ("zero_param_parallel_group", "param_swapper", *_QUANTIZED):
+                raise TypeError(f"zero.Init() got an unexpected keyword argument {name!r}")
             if enabled and value:
                 raise ConfigError(f"zero.Init({name}=...) has no counterpart: all ranks hold slices, exact ones.")
         groups = [data_parallel_group, sequence_data_parallel_group]
@@ -103,7 +101,7 @@ class Init:
                 "zero.Init over a part of the ranks: build the model without it and give the mesh in the configuration "
                 "(mesh.tensor, mesh.sequence, mesh.pipe); initialize() cuts the parameters then."
             )
-        self._enabled, self._dtype, self._stack = enabled, dtype, ExitStack()
+        self._enabled, self._dtype = enabled, dtype
         self._path = _slices_folder(config if config is not None else config_dict_or_path, remote_device)
         self._device = device_of_new_parameters(remote_device)
         if module is not None and enabled:
@@ -112,50 +110,25 @@ class Init:
                     for name, param in list(part._parameters.items()):
                         part.register_parameter(name, param)
 
-    def __enter__(self) -> Init:
+    def __enter__(self) -> Self:
         if self._enabled:
-            self._stack = ExitStack()
             if self._device is not None:
-                self._stack.enter_context(self._device)
-            self._stack.enter_context(zero.init(path=self._path))
-            hook = register_module_parameter_registration_hook(_registered)
-            self._stack.callback(hook.remove)
+                self.enter_context(self._device)
+            self.enter_context(zero.init(path=self._path))
+            self.callback(register_module_parameter_registration_hook(_registered).remove)
             if self._dtype is not None:
-                self._wrap_constructors(self._dtype)
+                for name in _CONSTRUCTORS:
+                    plain = getattr(torch, name)
+                    setattr(torch, name, zero_wrapper_for_fp_tensor_constructor(plain, self._dtype, target_device=None))
+                    self.callback(setattr, torch, name, plain)
+                self._make(self._dtype)
         return self
-
-    def _wrap_constructors(self, dtype: torch.dtype) -> None:
-        for name in _CONSTRUCTORS:
-            plain = getattr(torch, name)
-            setattr(torch, name, zero_wrapper_for_fp_tensor_constructor(plain, dtype, target_device=None))
-            self._stack.callback(setattr, torch, name, plain)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        self._stack.callback(torch.set_default_dtype, before)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
 
 
 def _registered(module: nn.Module, _name: str, param: nn.Parameter | None) -> None:
     if param is not None:
         note(param)
-        name_shapes_only(module)
-
-
-def name_shapes_only(module: nn.Module) -> None:
-    """`module.state_dict()` shows parameters that are cut as shapes without values ("meta"), and reads nothing;
-    `cpu()`, `to()` and their kin move what is not cut."""
-    if "_save_to_state_dict" not in vars(module):
-        object.__setattr__(module, "_save_to_state_dict", functools.partial(_save_shapes, module))
-        object.__setattr__(module, "_apply", functools.partial(_apply_to_uncut, module))
-
-
-def _save_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-    with zero.shapes_only():
-        type(module)._save_to_state_dict(module, *args, **kwargs)
+        zero.allow_unaware(module)
 
 
 def device_of_new_parameters(remote_device: str | None) -> torch.device | None:
@@ -166,33 +139,22 @@ def device_of_new_parameters(remote_device: str | None) -> torch.device | None:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK") or torch.cuda.current_device()))
 
 
-def _apply_to_uncut(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    cut = {name: param for name, param in module._parameters.items() if param is not None and zero.is_cut(param)}
-    module._parameters.update(dict.fromkeys(cut))
-    try:
-        applied: nn.Module = type(module)._apply(module, *args, **kwargs)
-        return applied
-    finally:
-        module._parameters.update(cut)
-
-
 def _slices_folder(config: Mapping[str, Any] | str | Path | None, remote_device: str | None) -> Path | None:
     if config is not None and not isinstance(config, Mapping):
-        path = Path(config)
-        config = json.loads(path.read_text()) if path.is_file() else {}
+        config = json.loads(Path(config).read_text()) if Path(config).is_file() else {}
     offload = ((config or {}).get("zero_optimization") or {}).get("offload_param") or {}
-    if remote_device == "nvme" and not offload.get("nvme_path"):
+    path, place = offload.get("nvme_path"), remote_device or offload.get("device")
+    if remote_device == "nvme" and not path:
         raise ConfigError(
             'zero.Init(remote_device="nvme") needs zero_optimization.offload_param.nvme_path in its config.'
         )
-    on_disk = remote_device == "nvme" or (remote_device is None and offload.get("device") == "nvme")
-    return Path(offload["nvme_path"]) / "zero_init" if on_disk and offload.get("nvme_path") else None
+    return Path(path) / "zero_init" if place == "nvme" and path else None
 
 
 _WRITTEN: set[int] = set()  # ids of the parameters that a context with a modifier_rank holds now
 
 
-class GatheredParameters:
+class GatheredParameters(ExitStack):
     """`params` (one, several, or none; also tensors that nobody cuts) are whole inside.
 
     modifier_rank: that rank's values are everybody's afterwards, the fp32 masters' too; None to read only. A context
@@ -201,36 +163,28 @@ class GatheredParameters:
     """
 
     def __init__(
-        self,
-        params: Tensor | Iterable[Tensor],
-        modifier_rank: int | None = None,
-        fwd_module: nn.Module | None = None,
+        self, params: Tensor | Iterable[Tensor], modifier_rank: int | None = None, fwd_module: nn.Module | None = None,
         enabled: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
+        super().__init__()
         found = [params] if isinstance(params, Tensor) or not isinstance(params, Iterable) else list(params)
         self._params = {id(param): param for param in found if isinstance(param, nn.Parameter)} if enabled else {}
-        self._rank, self._stack = modifier_rank, ExitStack()
+        self._rank = modifier_rank
         if fwd_module is not None:
             for param in self._params.values():
                 register_external_parameter(fwd_module, param)
 
-    def __enter__(self) -> GatheredParameters:
+    def __enter__(self) -> Self:
         if self._rank is None and _joined([p for p in self._params.values() if zero.is_cut(p)]):
             return self
         concerned = zero.is_cut if self._rank is None else zero.is_held
         wanted = [p for key, p in self._params.items() if key not in _WRITTEN and concerned(p)]
-        self._stack = ExitStack()
-        self._stack.enter_context(zero.gathered(wanted, modify=self._rank))
+        self.enter_context(zero.gathered(wanted, modify=self._rank))
         if self._rank is not None:
             for param in wanted:
                 _WRITTEN.add(id(param))
-                self._stack.callback(_WRITTEN.discard, id(param))
+                self.callback(_WRITTEN.discard, id(param))
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
 
 
 def _joined(params: Iterable[nn.Parameter]) -> bool:
@@ -255,8 +209,8 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Take it off the list. Raises RuntimeError if it is not a Parameter, or not there."""
-    if not isinstance(parameter, nn.Parameter) or external_parameters(module).pop(str(id(parameter)), None) is None:
+    """Take it off the list. Raises RuntimeError if it is not there."""
+    if external_parameters(module).pop(str(id(parameter)), None) is None:
         raise RuntimeError("this is not a parameter that was registered as external to the module.")
 
 
@@ -266,20 +220,10 @@ def external_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def is_zero_param(parameter: Any) -> bool:
-    """A parameter with the attributes of stage 3."""
-    return is_noted(parameter)
+class ZeRORuntimeException(RuntimeError):  # noqa: N818 (DeepSpeed's name)
+    """A call or setting that does not go together with ZeRO."""
 
 
-__all__ = [
-    "GatheredParameters",
-    "Init",
-    "ZeroParamStatus",
-    "ZeroParamType",
-    "external_parameters",
-    "get_accelerator",
-    "is_zero_param",
-    "register_external_parameter",
-    "unregister_external_parameter",
-    "zero_wrapper_for_fp_tensor_constructor",
-]
+def is_zero3_model(module: nn.Module) -> bool:
+    """Some parameter of the module is cut by stage 3."""
+    return any(is_zero_param(param) for param in module.parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from trilithon import zero
-from trilithon.compat.deepspeed.refused import refused
 from trilithon.errors import ConfigError
 
 
 class TiledLinear(zero.TiledLinear):
-    """[..., in_features] -> [..., out_features]. input_is_already_split: the input comes as in_splits parts.
+    """[..., in_features] -> [..., out_features]. The input may also come as in_splits parts (input_is_already_split).
     combine_out_splits: False returns the out_splits parts. Raises ConfigError for a linear_cls that is not nn.Linear.
     """
 
@@ -32,20 +30,11 @@ class TiledLinear(zero.TiledLinear):
             self.copy_params_from(init_linear)
 
     def forward(self, x: Tensor | Sequence[Tensor]) -> Any:
-        whole = x if isinstance(x, Tensor) else torch.cat(list(x), dim=-1)
-        out = super().forward(whole)
-        if self.combine_out_splits:
-            return out
-        cuts = [self.out_features * place // self.out_splits for place in range(self.out_splits + 1)]
-        return list(out.split([stop - start for start, stop in itertools.pairwise(cuts)], dim=-1))
+        parts = self.outputs(x if isinstance(x, Tensor) else torch.cat(list(x), dim=-1))
+        return torch.cat(parts, dim=-1) if self.combine_out_splits else parts
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
         """Take the values of a plain layer of the same size."""
         with zero.gathered(other), zero.gathered(self, modify=0):
             self.load_state_dict(dict(other.named_parameters(recurse=False)))
-
-
-TiledLinearReturnBias = refused(
-    "zero.TiledLinearReturnBias", "Use deepspeed.zero.TiledLinear, or trilithon.zero.tile(model, above_numel=...)."
-)
