@@ -21,7 +21,7 @@ from trilithon.checkpointing import Recompute, ReportTimes, chosen_blocks
 from trilithon.comm.ledger import Ledger
 from trilithon.comm.mesh import init_distributed, rendezvous_store
 from trilithon.comm.watchdog import Watchdog
-from trilithon.config import Bf16, Config, Fp16, Fp32
+from trilithon.config import Axes, Bf16, Config, Fp16, Fp32
 from trilithon.contracts import Precision, Tag, Update
 from trilithon.engine import capabilities, expert_capabilities, parameter_tier, state_tier
 from trilithon.engine.allocator import keep_freed_memory
@@ -106,19 +106,13 @@ def initialize(
     axes = resolve_axes(settings, mesh)
     capabilities.require_no_tiles(axes, settings.zero)
     capabilities.require_whole_inputs(axes, settings)
-    experts = find_experts(model, axes, settings.moe)
-    if experts.layers:
-        expert_capabilities.require_mesh_for_experts(settings, axes)
     if isinstance(chosen, OptimizerSettings):
-        expert_capabilities.require_rule_for_experts(chosen.kind, experts.degrees)
         capabilities.require_rule_for_mesh(chosen.kind, axes)
+    experts, refusal = _experts(model, settings, axes, chosen, staged)
     topology = make_topology(settings, axes, mesh, ledger, _watchdog(settings), device)
     comm = topology.comm
     if topology.pipe.world_size > 1:
-        told = comm.control.all_gather_object((experts.collective, bool(experts.layers)), Tag("experts"))
-        capabilities.require_no_spread_experts([talks for talks, _ in told])
-        if isinstance(chosen, OptimizerSettings):
-            expert_capabilities.require_rule_for_experts_in_stages(chosen.kind, [holds for _, holds in told])
+        experts.agree(comm.control, refusal)
     batch = settings.resolve_batch(axes.size("data"))
     if staged is not None:
         staged.orders(batch.accumulation)  # raises ConfigError for numbers that the schedule cannot do
@@ -173,6 +167,26 @@ def initialize(
     if recompute is not None and settings.recompute is not None and settings.recompute.profile:
         engine.hooks.append(ReportTimes(recompute.boundary, engine.rank))
     return engine
+
+
+def _experts(
+    model: nn.Module, settings: Config, axes: Axes, chosen: AnyOptimizer | None, staged: Staged | None
+) -> tuple[SpreadExperts, str | None]:
+    """The layers of experts that are here, and why they cannot be trained so: one stage of a pipeline must not raise
+    by itself, since the others wait for it. Without stages it raises ConfigError."""
+    try:
+        experts = find_experts(model, axes, settings.moe)
+        if experts.layers:
+            expert_capabilities.require_mesh_for_experts(settings, axes)
+        if isinstance(chosen, OptimizerSettings):
+            expert_capabilities.require_rule_for_experts(chosen.kind, experts.degrees)
+        if staged is not None:
+            expert_capabilities.require_experts_on_one_stage(experts.placed(), staged.plan.stages_of)
+    except ConfigError as error:
+        if axes.size("pipe") == 1:
+            raise
+        return SpreadExperts(), str(error)
+    return experts, None
 
 
 def _whole_values(param: nn.Parameter) -> torch.Tensor:

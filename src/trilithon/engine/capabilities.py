@@ -248,17 +248,6 @@ def require_pipeline(axes: Axes, settings: Config) -> None:
         )
 
 
-def require_no_spread_experts(spread: Sequence[bool]) -> None:
-    """Raises ConfigError for experts that talk to other ranks inside the stages of a pipeline. spread: by rank."""
-    found = [rank for rank, here in enumerate(spread) if here]
-    if found:
-        raise ConfigError(
-            f"mesh.pipe is above 1, and ranks {found[:8]} have experts that are spread over ranks, balanced over all "
-            "of them, or share tokens out over tensor ranks. Use ep_size=1, aux_loss_scope='local' and mesh.tensor=1 "
-            "for experts inside a pipeline, or mesh.pipe=1."
-        )
-
-
 def require_no_tiles(axes: Axes, settings: ZeroConfig) -> None:
     """Raises ConfigError for matrices that are to be cut twice."""
     if axes.size("tensor") > 1 and settings.stage == 3 and settings.tile_above_numel is not None:

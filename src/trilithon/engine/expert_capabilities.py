@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trilithon.config import Axes, Config
-from trilithon.engine.capabilities import KINDS, communicates, refusals, require_no_spread_experts
+from trilithon.engine.capabilities import KINDS, communicates, refusals
 from trilithon.errors import ConfigError
 
 
@@ -28,16 +28,6 @@ def require_rule_for_experts(kind: str, degrees: Sequence[int]) -> None:
         )
 
 
-def require_rule_for_experts_in_stages(kind: str, holding: Sequence[bool]) -> None:
-    """Raises ConfigError for norms of experts where stages know their own ones only. holding: experts, by rank."""
-    found = [rank for rank, here in enumerate(holding) if here]
-    if found and kind == "lamb":
-        raise ConfigError(
-            "optimizer lamb has a norm for each of the experts, and with mesh.pipe above 1 a stage knows its own only "
-            f"(here ranks {found[:8]}). For experts inside a pipeline use adamw, or mesh.pipe=1 with lamb."
-        )
-
-
 def require_mesh_for_experts(settings: Config, axes: Axes) -> None:
     """Raises ConfigError for a mesh on which layers of experts would not see the tokens that they expect."""
     if settings.tensor.cut_norms and axes.size("tensor") > 1:
@@ -45,6 +35,21 @@ def require_mesh_for_experts(settings: Config, axes: Axes) -> None:
             "tensor.cut_norms gives tensor ranks different tokens, and the experts of this model take them to have "
             "the same ones, which they then share out. Leave tensor.cut_norms out."
         )
+
+
+def require_experts_on_one_stage(degrees: Mapping[str, int], stages_of: Callable[[str], Sequence[int]]) -> None:
+    """Raises ConfigError for a layer of experts that several stages of a pipeline share.
+
+    degrees: of parameters of experts that are not on all data ranks alike. stages_of: the stages that hold one.
+    """
+    for name, degree in degrees.items():
+        stages = stages_of(name)
+        if len(stages) > 1:
+            raise ConfigError(
+                f"parameter '{name}' is shared by stages {list(stages)} of the pipeline, and its experts are spread "
+                f"over ranks (ep_size={degree}) or share tokens out over tensor ranks. Give each stage experts of its "
+                "own, or use ep_size=1 and mesh.tensor=1."
+            )
 
 
 _ROWS: Sequence[tuple[str, Mapping[str, Any]]] = (
@@ -60,7 +65,11 @@ _ROWS: Sequence[tuple[str, Mapping[str, Any]]] = (
     ("`mesh.tensor`", {"mesh": {"tensor": 2}}),
     ("`mesh.tensor` with `tensor.cut_norms`", {"mesh": {"tensor": 2}, "tensor": {"cut_norms": True}}),
     ("`mesh.sequence`", {"mesh": {"sequence": 2}}),
-    ("`mesh.pipe`", {"mesh": {"pipe": 2}}),
+    *((f"`mesh.pipe`, `zero.stage` {stage}", {"mesh": {"pipe": 2}, "zero": {"stage": stage}}) for stage in range(4)),
+    *((f"`mesh.pipe`, schedule {schedule}", {"mesh": {"pipe": 2}, "pipeline": {"schedule": schedule}})
+      for schedule in ("gpipe", "interleaved", "zero-bubble")),
+    ("`mesh.pipe`, `pipeline.recompute_interval`", {"mesh": {"pipe": 2}, "pipeline": {"recompute_interval": 1}}),
+    ("`mesh.pipe` and `mesh.tensor`", {"mesh": {"pipe": 2, "tensor": 2}}),
     ("`moe.all_to_all` hierarchical", {"moe": {"all_to_all": "hierarchical"}}),
     ("`moe.data_before_experts`", {"moe": {"data_before_experts": True}}),
 )  # fmt: skip
@@ -79,13 +88,8 @@ def _refusal(settings: Config) -> str:
     """Why an engine with experts over ranks refuses these settings; empty if it does not."""
     found = [refusal.text for refusal in refusals(settings)]
     mesh = settings.mesh
-    ranks = 2 * mesh.pipe * mesh.sequence * mesh.tensor
-    for check in (
-        lambda: require_mesh_for_experts(settings, mesh.axes(ranks)),
-        lambda: require_no_spread_experts([True] * ranks if mesh.pipe > 1 else []),
-    ):
-        try:
-            check()
-        except ConfigError as error:
-            found.append(str(error))
+    try:
+        require_mesh_for_experts(settings, mesh.axes(2 * mesh.pipe * mesh.sequence * mesh.tensor))
+    except ConfigError as error:
+        found.append(str(error))
     return " ".join(found)

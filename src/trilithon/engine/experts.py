@@ -4,6 +4,9 @@ Each layer may have its own degree. For each distinct one there is an expert gro
 groups over the ranks that hold the same experts, for gathers and reductions. Experts of layers with degree 1 are on
 every rank and are parameters like any other, except on a mesh with a tensor axis: there each rank computes on its share
 of the tokens, so that gradients of experts add up over that axis too. (Kim et al. 2021, arXiv:2109.10465, section 3.)
+
+Each stage of a pipeline has groups over its own ranks; all ranks make those of all stages in one order (see
+`known_experts`).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -21,6 +24,7 @@ from trilithon.comm.hierarchical import TwoLevel
 from trilithon.config.mesh import EXPERT_RANKS, REPLICAS, Axes
 from trilithon.config.moe import MoEConfig
 from trilithon.contracts import Collectives, Tag
+from trilithon.engine.known_experts import KnownExperts, of_all_stages
 from trilithon.engine.topology import Topology
 from trilithon.errors import ConfigError, ProtocolError
 from trilithon.optim.tensors import Stack
@@ -49,32 +53,54 @@ class DegreeGroups:
 
 @dataclass(eq=False)
 class SpreadExperts:
-    """The MoE layers of one model and the groups made for them.
+    """The MoE layers of one model, or of one stage of it, and the groups made for them.
 
-    axes: by layer. mesh: where ranks are. node_size: for the exchange in two steps, None for the flat one. groups: by
-    degree.
+    axes: by layer. mesh: where ranks are. node_size: for the exchange in two steps, None for the flat one. data_first:
+    ranks with the same experts are neighbours. groups: by degree. everywhere: what the stages of a pipeline know
+    together, None for a model that is whole here.
     """
 
     layers: dict[str, MoE] = field(default_factory=dict)
     axes: dict[str, ExpertAxes] = field(default_factory=dict)
     mesh: Axes = field(default_factory=lambda: Axes(EXPERT_RANKS, (1, 1, 1)))
     node_size: int | None = None
+    data_first: bool = False
     groups: dict[int, DegreeGroups] = field(default_factory=dict)
+    everywhere: KnownExperts | None = None
+
+    @property
+    def known(self) -> KnownExperts:
+        """Of all layers, also those on other stages."""
+        return self.everywhere if self.everywhere is not None else self._here()
+
+    def agree(self, everyone: Collectives, refusal: str | None) -> None:
+        """Collective: know what the other stages have. refusal: why this rank cannot go on; then all raise it."""
+        self.everywhere = of_all_stages(self._here(), refusal, everyone)
+
+    def _here(self) -> KnownExperts:
+        return KnownExperts(
+            frozenset(axes.ep_size for axes in self.axes.values()),
+            any(layer.scope == "global" for layer in self.layers.values()),
+            {name: [axes.ep_size, int(axes.data_first)] for name, axes in self.axes.items() if axes.ep_size > 1},
+            self._stacks(),
+        )
 
     @property
     def degrees(self) -> list[int]:
-        """The distinct expert-parallel degrees above 1."""
-        return sorted({axes.ep_size for axes in self.axes.values()} - {1})
+        """The distinct expert-parallel degrees above 1, on any stage."""
+        return self.known.spread
 
     @property
     def collective(self) -> bool:
-        """Some layer talks to other ranks: over its experts, its balance, or tokens that tensor ranks share out."""
-        shared = bool(self.layers) and self.mesh.size("tensor") > 1
-        return bool(self.degrees) or shared or any(layer.scope == "global" for layer in self.layers.values())
+        """Some layer, on any stage, talks to other ranks: over its experts, its balance, or tokens that tensor ranks
+        share out."""
+        known = self.known
+        shared = bool(known.degrees) and self.mesh.size("tensor") > 1
+        return bool(known.spread) or shared or known.balanced
 
     def describe(self) -> dict[str, list[int]]:
-        """Plain data: for each layer spread over ranks, its degree and the order of ranks."""
-        return {name: [axes.ep_size, int(axes.data_first)] for name, axes in self.axes.items() if axes.ep_size > 1}
+        """Plain data: for each layer spread over ranks, on any stage, its degree and the order of ranks."""
+        return dict(self.known.described)
 
     def table(self) -> str:
         """One line per layer: experts, degree, ranks that hold the same ones, experts on each rank."""
@@ -89,21 +115,29 @@ class SpreadExperts:
     @property
     def apart(self) -> frozenset[str]:
         """Names of the parameters whose gradients add up over other ranks than those of dense ones."""
-        names = (
-            (f"{name}.experts.{own}" if name else f"experts.{own}", self.axes[name].ep_size)
-            for name, layer in self.layers.items()
-            for own, _ in layer.experts.named_parameters()
-        )
-        return frozenset(name for name, degree in names if degree in self.groups)
+        here = [name for name in self.layers if self.axes[name].ep_size in self.groups]
+        return frozenset(whole for name in here for whole, _ in self._parameters(name))
+
+    def placed(self) -> dict[str, int]:
+        """Names of the parameters of experts that are not held as dense ones are -> the degree of their layer."""
+        tensor = self.mesh.size("tensor") > 1
+        wanted = {name: axes.ep_size for name, axes in self.axes.items() if axes.ep_size > 1 or tensor}
+        return {whole: wanted[name] for name in wanted for whole, _ in self._parameters(name)}
+
+    def _parameters(self, layer: str) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of the experts of one layer, by their names in the model."""
+        for own, param in self.layers[layer].experts.named_parameters():
+            yield f"{layer}.experts.{own}" if layer else f"experts.{own}", param
 
     def spread(self, topology: Topology) -> None:
-        """Collective: make the groups, and leave each rank its part of the experts, with rank 0's values."""
+        """Collective: make the groups, and leave each rank its part of the experts, with the values of the first rank
+        (of its stage)."""
         tensor = topology.tensor if topology.tensor.world_size > 1 else None
-        everyone = topology.comm.gather
-        if tensor is not None and self.layers:
+        everyone, known = topology.comm.gather, self.known
+        if tensor is not None and known.degrees:
             everyone = topology.make_expert_group("experts", None)
-        wanted = {axes.ep_size: axes for axes in self.axes.values() if axes.ep_size > 1 or tensor is not None}
-        for degree, axes in sorted(wanted.items()):
+        for degree in sorted(known.degrees) if tensor is not None else known.spread:
+            axes = ExpertAxes(self.mesh.size(EXPERT_RANKS), degree, self.data_first)
             ranks, tokens = self._ranks(axes, topology, tensor)
             self.groups[degree] = DegreeGroups(
                 ranks,
@@ -112,7 +146,7 @@ class SpreadExperts:
                 topology.make_expert_group(f"expert reduce/{degree}", axes.expert_data_groups),
             )
         statistics = None
-        if topology.comm.gather.world_size > 1 and any(layer.scope == "global" for layer in self.layers.values()):
+        if topology.comm.gather.world_size > 1 and known.balanced:
             statistics = topology.make_group("balance", None)
         for name, layer in self.layers.items():
             degree = self.axes[name].ep_size
@@ -121,7 +155,8 @@ class SpreadExperts:
             spread = self.groups.get(degree)
             ranks = spread.ranks if spread is not None else ExpertRanks(Group(None, name="experts/1"))
             layer.bind(name or _ROOT, ranks, statistics, topology.comm.gather.rank)
-        if self.degrees and topology.comm.control.rank == 0:
+        stage = topology.comm.alike if topology.comm.alike is not None else topology.comm.control
+        if stage.rank == 0 and any(axes.ep_size > 1 for axes in self.axes.values()):
             logger.info("experts over ranks:\n%s", self.table())
 
     def _ranks(self, axes: ExpertAxes, topology: Topology, tensor: Group | None) -> tuple[ExpertRanks, Group]:
@@ -164,20 +199,21 @@ class SpreadExperts:
                 self.mesh.size(REPLICAS),
                 lambda rank, axes=axes: axes.place(self.mesh.index(EXPERT_RANKS, rank))[1],  # type: ignore[misc]
             )
-            for own, param in layer.experts.named_parameters():
+            for whole, param in self._parameters(name):
                 block = tuple(param.shape)
                 corner = (layer.experts.first, *[0] * (len(block) - 1))
-                whole = f"{name}.experts.{own}" if name else f"experts.{own}"
                 region = Region(whole, (layer.num_experts, *block[1:]), corner, block) if groups.ranks.spread else None
                 found[id(param)] = RankPlacement(replicas, region, groups.tokens)
         return found
 
     def stacks(self) -> Mapping[str, Stack]:
-        """By name, the parameters in which experts lie one after the other."""
+        """By name, the parameters in which experts lie one after the other, on any stage."""
+        return self.known.stacks
+
+    def _stacks(self) -> Mapping[str, Stack]:
         found: dict[str, Stack] = {}
         for name, layer in self.layers.items():
-            for own, param in layer.experts.named_parameters():
-                whole = f"{name}.experts.{own}" if name else f"experts.{own}"
+            for whole, param in self._parameters(name):
                 found[whole] = Stack(layer.num_experts, math.prod(param.shape[1:]))
         return found
 
@@ -203,7 +239,8 @@ class SpreadExperts:
 def find_experts(model: nn.Module, mesh: Axes, settings: MoEConfig) -> SpreadExperts:
     """The MoE layers of `model`, each with its degree. Raises ConfigError for one that does not fit, by name."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
-    found = SpreadExperts(layers, mesh=mesh, node_size=_node_size(settings) if layers else None)
+    node_size = _node_size(settings) if layers else None
+    found = SpreadExperts(layers, mesh=mesh, node_size=node_size, data_first=settings.data_before_experts)
     number = mesh.size(EXPERT_RANKS)
     for name, layer in layers.items():
         if layer.tensor_sliced_experts and mesh.size("tensor") > 1:

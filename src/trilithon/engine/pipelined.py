@@ -39,7 +39,7 @@ class Pipelined:
     """Runs the stages of one engine."""
 
     def __init__(self, staged: Staged, topology: Topology, device: torch.device, *, tolerant: bool) -> None:
-        """Collective. tolerant: no stage talks inside a layer, so one that fails can go through its order."""
+        """Collective. tolerant: no layer of any stage talks to other ranks, so a stage that fails can go on."""
         self._staged, self._topology, self._device, self._tolerant = staged, topology, device, tolerant
         self._stage = staged.stage
         activations = gradients = None
