@@ -13,12 +13,15 @@ appended as JSON lines. The losses have to agree.
     norms      tokens cut between them; torch: its SequenceParallel style
     sequence   head-scattering exchanges; torch: functional all_to_all_single around SDPA, DDP's mean by all_reduce
     pipe       1F1B over stages, a micro-batch of each row; torch: distributed.pipelining's Schedule1F1B, same cut
+    pipe-clip  as pipe, both clip the norm over all stages at 1, as torchtitan does; torch's one all_reduce for it
+               brings the loss as well, and it joins no outputs
     one        no axis, one rank: the modules of the mesh beside a model without them, both under the engine, in many
                rounds of one step, since less than 2 % is to be seen
 
 A step on both sides: forwards, backwards, one AdamW update in fp32, the mean loss on every rank. Ours also computes the
 norm of the gradient, looks for elements that are not finite, lets the ranks agree on them, and in a pipeline seeds
-every layer; torch's pipeline also joins the outputs of its micro-batches.
+every layer; torch's pipeline also joins the outputs of its micro-batches. In pipe-clip only finiteness and the seeds
+differ.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ from trilithon.parallel.pipeline.layers import layers_of
 from trilithon.parallel.pipeline.partition import cut_by_weight
 from trilithon.testing import run_ranks
 
-AXES = ("tensor", "norms", "sequence", "pipe", "one")
+AXES = ("tensor", "norms", "sequence", "pipe", "pipe-clip", "one")
 Step = Callable[[Tensor, Tensor], float]
 _MORE_ROUNDS = 6  # on one rank, where the difference is small
 
@@ -137,8 +140,8 @@ def torch_step(axis: str, shape: LlamaConfig) -> Step:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tensor",))
         model = parallelize_module(model, mesh, torch_plan(shape.num_layers, axis == "norms"))
         context = loss_parallel
-    if axis == "pipe":
-        return torch_pipeline_step(shape)
+    if axis in ("pipe", "pipe-clip"):
+        return torch_pipeline_step(shape, clips=axis == "pipe-clip")
     if axis == "sequence":
         for block in model.blocks:
             block.attention.attend = TorchExchange(block.attention.attend, ranks)
@@ -184,7 +187,7 @@ class TorchStage(nn.Module):
         return x
 
 
-def torch_pipeline_step(shape: LlamaConfig) -> Step:
+def torch_pipeline_step(shape: LlamaConfig, *, clips: bool) -> Step:
     """torch.distributed.pipelining on this rank, which has one stage."""
     rank, stages, loss_of = dist.get_rank(), dist.get_world_size(), BareLoss()
     part = TorchStage(bare(shape), stages, rank)
@@ -199,11 +202,18 @@ def torch_pipeline_step(shape: LlamaConfig) -> Step:
         losses: list[Tensor] = []
         last = rank == stages - 1
         keywords = {"target": targets, "losses": losses} if last else {}
-        schedules[micros].step(*([tokens] if rank == 0 else []), **keywords)
+        schedules[micros].step(*([tokens] if rank == 0 else []), return_outputs=not clips, **keywords)
+        value = torch.stack(losses).mean().detach() if last else torch.zeros(())
+        if clips:
+            grads = [param.grad for param in part.parameters() if param.grad is not None]
+            told = torch.stack([torch.nn.utils.get_total_norm(grads).square(), value])
+            dist.all_reduce(told)
+            squares, value = told.unbind()
+            torch.nn.utils.clip_grads_with_norm_(part.parameters(), 1.0, squares.sqrt())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        value = torch.stack(losses).mean().detach() if last else torch.zeros(())
-        dist.broadcast(value, stages - 1)
+        if not clips:
+            dist.broadcast(value, stages - 1)
         return float(value)
 
     return step
@@ -215,18 +225,20 @@ def our_step(axis: str, shape: LlamaConfig, batch: int) -> Step:
     mesh = {"tensor": {"tensor": ranks}, "norms": {"tensor": ranks}, "sequence": {"sequence": ranks}, "one": {}}.get(
         axis
     )
-    if axis == "pipe":
+    piped = axis in ("pipe", "pipe-clip")
+    if piped:
         mesh = {"pipe": ranks}
     torch.manual_seed(0)
     config = {
         "mesh": mesh,
         **({"tensor": {"cut_norms": True}} if axis == "norms" else {}),
         "optimizer": {"kind": "adamw", "lr": 1e-3, "weight_decay": 0.0},
-        "batch": {"micro_size": 1, "accumulation": batch} if axis == "pipe" else {"micro_size": batch},
+        "batch": {"micro_size": 1, "accumulation": batch} if piped else {"micro_size": batch},
+        **({"clip_norm": 1.0} if axis == "pipe-clip" else {}),
     }
     engine = trilithon.initialize(Llama(shape), config)
     engine.hooks.clear()  # the comparison of replicas belongs to single steps
-    if axis == "pipe":
+    if piped:
         return lambda tokens, targets: engine.train_step(list(zip(tokens.split(1), targets.split(1))))
     return lambda tokens, targets: engine.train_step([(tokens, targets)])
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trilithon.contracts import Collectives, Handle, StateStore, Tag
 from trilithon.errors import TierError
@@ -67,20 +67,30 @@ class UnitGradients:
     def end_backward(self) -> None:
         self.expected = list(self.arrivals)
 
+    def places(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Where autograd may add to what is here: (parameter, its sum so far), in the type of its gradient."""
+        if self._full is None or self._full.dtype != self.unit.dtype or self._parts[0] is not self._full:
+            return
+        for param, part, filled in zip(self.unit.params, self._parts[1], self._filled, strict=True):
+            if filled:
+                yield param, part
+
     def arrive(self, index: int, grad: Tensor, deferred: bool) -> bool:
         """Take the gradient of parameter `index`; True when all that is expected in this backward has come.
 
-        deferred: it will stay here over several backwards, so it is summed in the accumulation type.
+        grad: or the place of this parameter (see `places`), to which autograd has added it. deferred: it will stay
+        here over several backwards, so it is summed in the accumulation type.
         """
         full = self._full if self._full is not None else self._fresh(deferred)
         if self._parts[0] is not full:
             fields = self.unit.layout.fields
             self._parts = full, [full[field.start : field.stop].view(field.shape) for field in fields]
-        if self._filled[index]:
-            self._parts[1][index].add_(grad)
-        else:
-            self._parts[1][index].copy_(grad)
+        part = self._parts[1][index]
+        if not self._filled[index]:
+            part.copy_(grad)
             self._filled[index] = True
+        elif grad is not part:
+            part.add_(grad)
         self.used[index] = True
         self.arrivals[index] += 1
         self._missing -= self.arrivals[index] <= self.expected[index]

@@ -9,7 +9,7 @@ ProtocolError when a value is asked for. It is there from the end of a backward 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class HeldGradient(Tensor):
             f"the gradient of '{held.held_name if held is not None else '?'}' is held by an engine, reduced over ranks "
             f"and perhaps sharded, and is not in param.grad (asked for by {name}). To clip, set clip_norm in the "
             "configuration; the norm is engine.grad_norm after engine.step(), a gradient is "
-            "engine.view('grad', name), and the update is engine.step()."
+            "dict(engine.view('grad'))[name], and the update is engine.step()."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -64,6 +64,7 @@ class HeldGradients:
         self._params = list(params)
         self._stand_ins: list[HeldGradient] = []
         self._shown = False
+        self._offered: list[tuple[nn.Parameter, Tensor]] = []
         _LIVE.add(self)
 
     def show(self) -> None:
@@ -73,10 +74,20 @@ class HeldGradients:
         with torch._C.DisableTorchFunctionSubclass():  # parameters may be sharded
             for (_, param), stand_in in zip(self._params, self._stand_ins, strict=True):
                 param.grad = stand_in
-        self._shown = True
+        self._shown, self._offered = True, []
+
+    def offer(self, places: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        """Until `show` or `hide`, autograd adds to these sums of earlier backwards by itself: they are param.grad."""
+        self._offered = list(places)
+        for param, place in self._offered:
+            param.grad = place
 
     def hide(self) -> None:
         """Gradients may arrive again."""
+        for param, place in self._offered:
+            if param.grad is place:
+                param.grad = None
+        self._offered = []
         if not self._shown:
             return
         self._shown = False

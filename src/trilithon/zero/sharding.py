@@ -234,6 +234,8 @@ class ZeroSharding:
         self._queue.begin_backward(reduce=reduce, step=self._step, micro_step=self._micro)
         if self._residency is not None:
             self._residency.begin_step(self._step, self._micro)
+        else:
+            self.held_gradients.offer(place for gradients in self._gradients for place in gradients.places())
 
     def _arrival(self, index: int, position: int) -> Callable[[nn.Parameter], None]:
         reference = weakref.ref(self)  # the collector does not see into hooks of parameters, so they hold nothing
@@ -274,6 +276,7 @@ class ZeroSharding:
         if self in _RUNNING:
             _RUNNING.remove(self)
         self._abandoned, self._window_open = True, False
+        self.held_gradients.hide()
         if self._residency is not None:
             self._residency.finish_backward()
 
