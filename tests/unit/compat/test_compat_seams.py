@@ -1,4 +1,4 @@
-"""What the DeepSpeed package stands on: public names of the native library, from the modules that docs/compat.md names."""
+"""What the DeepSpeed package stands on: public names of the native library, from modules that docs/compat.md names."""
 
 import ast
 import re
