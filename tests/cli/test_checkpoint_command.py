@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import trilithon
 from trilithon.cli.checkpoint import app
 from trilithon.cli.main import app as whole_app
 from warm_python import python
@@ -123,3 +124,14 @@ def test_a_hostile_file_gives_a_message_and_no_traceback(tmp_path):
     path.with_suffix(".new").replace(path)
     done = call("verify", tmp_path / "run")
     assert done.exit_code == 1 and "not plain data" in done.output and "Traceback" not in done.output
+
+
+def test_a_training_run_stands_for_its_checkpoints(tmp_path):
+    engine = trilithon.initialize(torch.nn.Linear(2, 1), {"optimizer": "sgd"})
+    with engine:
+        engine.save(tmp_path / "run" / "checkpoints")
+    done = call("inspect", tmp_path / "run")
+    assert done.exit_code == 0 and str(tmp_path / "run" / "checkpoints") in done.output.replace("\n", "")
+    assert call("verify", tmp_path / "run").exit_code == 0
+    assert call("export", tmp_path / "run", tmp_path / "out").exit_code == 0
+    assert call("verify", tmp_path).exit_code == 2

@@ -26,7 +26,20 @@ app = typer.Typer(
     help="Inspect, check, compare, export and convert checkpoints.\n\n" + (__doc__ or "").partition("\n\n")[2],
 )
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of checkpoints, or of one of them.")]
+
+def _checkpoints_of(folder: str) -> Path:
+    """A run of `trilithon train` has its checkpoints in a folder of that name."""
+    path = Path(folder)
+    inside = path / "checkpoints"
+    return inside if (inside / "latest").is_file() and not (path / "latest").exists() else path
+
+
+Folder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR", parser=_checkpoints_of, help="Folder of checkpoints, of one of them, or of a training run."
+    ),
+]
 Tag = Annotated[str, typer.Option("--tag", "-t", help="Which checkpoint of the folder.")]
 Type = Literal["fp32", "bf16", "fp16", "saved"]
 _TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "saved": None}
