@@ -14,6 +14,7 @@ from launching import SCRIPTS, environment
 from published import Published
 
 SHIM = os.environ.get("CLIENTS_SHIM")  # the folder that ./shim was installed into, for `make test-clients`
+SHIM_FIRST = os.pathsep.join(filter(None, (SHIM, os.environ.get("PYTHONPATH"))))
 PYTHON = sys.executable
 
 
@@ -79,11 +80,16 @@ def test_the_shim_serves_scripts_that_know_nothing_of_it(published: Published, t
     ]
     command += ["--num_processes", "2", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     arguments = ["--model", published.llama, "--text", published.text, "--output_dir", tmp_path, "--zero_stage", 2]
-    run([*command, str(SCRIPTS / "accelerate_finetune.py"), *map(str, arguments)], tmp_path, PYTHONPATH=SHIM)
+    run([*command, str(SCRIPTS / "accelerate_finetune.py"), *map(str, arguments)], tmp_path, PYTHONPATH=SHIM_FIRST)
     assert losses_of(tmp_path)[-1] < losses_of(tmp_path)[0]
 
     told = 'import importlib.metadata as m, deepspeed; print(m.version("deepspeed"), deepspeed.__name__)'
     shown = subprocess.run(
-        [PYTHON, "-c", told], env=environment(PYTHONPATH=SHIM), capture_output=True, text=True, timeout=60, check=True
+        [PYTHON, "-c", told],
+        env=environment(PYTHONPATH=SHIM_FIRST),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert shown.stdout.split() == ["0.19.8+trilithon", "trilithon.compat.deepspeed"]

@@ -44,6 +44,7 @@ def reference(published: Published, run: Path, world: int, steps: int) -> tuple[
 def test_fit_equals_plain_training(
     ranks: RankServer, published: Published, tmp_path: Path, stage: int, world: int
 ) -> None:
+    """The second run is limited by steps alone: Lightning counts the finished epoch that it resumes from as two."""
     done = run_script(ranks, published, tmp_path / "a", stage, world)
     plain, eval_loss = reference(published, tmp_path / "a", world, STEPS)
     means = [sum(done["losses"][i : i + 2]) / 2 for i in range(0, 2 * STEPS, 2)]
@@ -52,9 +53,11 @@ def test_fit_equals_plain_training(
     assert done["global_step"] == STEPS
 
     again = run_script(ranks, published, tmp_path / "b", stage, world, "--resume_from", tmp_path / "a" / "fit.ckpt")
-    longer, _ = reference(published, tmp_path / "a", world, 2 * STEPS)
+    longer, eval_loss = reference(published, tmp_path / "a", world, 2 * STEPS)
+    assert (len(again["losses"]), again["global_step"]) == (2 * STEPS, 2 * STEPS)
     means = [sum(again["losses"][i : i + 2]) / 2 for i in range(0, 2 * STEPS, 2)]
     assert means == pytest.approx(longer.losses[STEPS:], rel=1e-4)
+    assert sum(again["eval_losses"]) / len(again["eval_losses"]) == pytest.approx(eval_loss, rel=1e-4)
 
 
 def test_lightning_itself_refuses_the_cpu(ranks: RankServer, published: Published, tmp_path: Path) -> None:

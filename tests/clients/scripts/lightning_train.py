@@ -78,7 +78,6 @@ def main() -> None:
         devices=args.devices,
         strategy=DeepSpeedStrategy(stage=args.zero_stage, process_group_backend="gloo"),
         max_steps=args.steps if args.resume_from is None else 2 * args.steps,
-        max_epochs=None if args.resume_from is None else 2,
         accumulate_grad_batches=args.accumulation,
         gradient_clip_val=1.0,
         logger=False,
