@@ -39,6 +39,20 @@ def test_stages_by_a_flag_and_a_run_that_goes_on_without_them(text, tmp_path):
     assert "Continuing after step 2" in told and "step 3/3" in told
 
 
+def test_experts_over_ranks_inside_stages_and_a_run_that_goes_on_without_either(text, tmp_path):
+    out, cache = tmp_path / "out", ("--cache", tmp_path / "c")
+    flags = ("--pp", 2, "--accumulation", 2, "--experts", 2, "--ep-size", 2)
+    status, told, err = end(
+        start("-d", text, "--out", out, *cache, *SMALL, "-n", 4, *flags, "--steps", 2, "--save-every", 2)
+    )
+    assert status == 0, err
+    assert "step 2/2" in told and "8 sequences of 32 tokens" in told
+    more = ("-n", 1, "--pp", 1, "--ep-size", 1, "--accumulation", 4, "--steps", 3)
+    status, told, err = end(start("--resume", out, *more))
+    assert status == 0, err
+    assert "Continuing after step 2" in told and "step 3/3" in told
+
+
 def test_a_compressed_rule_by_name(text, tmp_path):
     options = ("--optimizer", "onebit_adam", "--steps", 5, "--set", "optimizer.scale_norm=l1")
     status, out, err = end(start("-d", text, "--out", tmp_path / "o", *SMALL, "-n", 2, *options))
