@@ -7,6 +7,7 @@ name is refused, with the name and the file, before one instruction of the pickl
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import re
 from collections.abc import Mapping
@@ -48,6 +49,8 @@ STAND_INS: dict[str, type] = {
     "ZeroStageEnum": Stage,
 }
 """By the last part of the name: releases of DeepSpeed keep these classes in different modules."""
+PLAIN = {"argparse.Namespace": argparse.Namespace}
+"""Of the standard library: what programs keep beside their weights, and what holds values only."""
 
 
 def load_file(path: Path) -> Any:
@@ -76,7 +79,7 @@ def _stand_ins(path: Path) -> list[tuple[type, str]]:
     """What stands for the classes of DeepSpeed that the file names. Raises CheckpointError for every other name."""
     found, refused = [], []
     for name in sorted(get_unsafe_globals_in_checkpoint(path)):
-        stand_in = STAND_INS.get(name.rpartition(".")[2]) if name.startswith("deepspeed.") else None
+        stand_in = STAND_INS.get(name.rpartition(".")[2]) if name.startswith("deepspeed.") else PLAIN.get(name)
         if stand_in is None:
             refused.append(name)
         else:

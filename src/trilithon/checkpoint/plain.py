@@ -1,13 +1,14 @@
 """Plain data as JSON, and back, with the types kept: what a checkpoint stores besides tensors.
 
 Numbers, text, None, lists and dictionaries are JSON's own; tuples, sets, bytes, other keys than text, numbers that are
-not finite, small tensors and arrays are written as an object with one key that begins with "$". Anything else, such as
-an object of a class or a function, is refused with the path to it: it could only be stored by pickling it, and a
-checkpoint of ours runs no code when it is read.
+not finite, `argparse.Namespace`, small tensors and arrays are written as an object with one key that begins with "$".
+Anything else, such as an object of a class or a function, is refused with the path to it: it could only be stored by
+pickling it, and a checkpoint of ours runs no code when it is read.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import math
 from collections import Counter, deque
@@ -48,6 +49,8 @@ def to_json(value: Any, where: str = "") -> Any:
         return {"$dtype": dtype_name(value)}
     if isinstance(value, PurePath):
         return {"$path": str(value)}
+    if type(value) is argparse.Namespace:
+        return {"$namespace": _mapping(vars(value), where)}
     raise CheckpointError(
         f"{where or 'the value'} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: a "
         "checkpoint holds plain data (numbers, text, lists, dictionaries, tensors). Save what describes the object."
@@ -116,6 +119,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "$array": lambda inner: _read_tensor(inner).numpy(),
     "$dtype": lambda inner: DTYPES[inner],
     "$path": PurePath,
+    "$namespace": lambda inner: argparse.Namespace(**from_json(inner)),
     "$dict": lambda inner: {from_json(key): from_json(item) for key, item in inner},
     "$counter": lambda inner: Counter({from_json(key): from_json(item) for key, item in inner}),
 }

@@ -12,7 +12,7 @@ from PyTorch's global random numbers, so a resumed run sees the same dropout mas
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -112,6 +112,28 @@ class Loader:
             yield batch
         if ends:  # this rank's share of the tail was empty
             self.sampler.position = ends.pop()
+
+
+class RepeatingLoader:
+    """An iterator over `loader` for ever: it begins anew when it is at its end. Raises DataError for an empty one."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        for batch in self.data_iter:
+            return batch
+        self.data_iter = iter(self.loader)
+        for batch in self.data_iter:
+            return batch
+        raise DataError(
+            f"a {type(self.loader).__name__} that is to be repeated is empty, or cannot be begun anew: pass a loader "
+            "or a list with at least one batch."
+        )
 
 
 def prepare_loader(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import shutil
@@ -216,6 +217,14 @@ def _named(module, name):
 
     setattr(importlib.import_module(module), name, function)
     return function
+
+
+def test_parsed_arguments_in_the_client_state_come_back(copied):
+    folder = copied("zero2_bf16")
+    path = folder / "global_step3" / "mp_rank_00_model_states.pt"
+    rewrite({**plain(load_pickle(path)), "args": argparse.Namespace(seed=3, names=["a"])}, path)
+    with open_checkpoint(folder) as saved:
+        assert saved.extra["ranks"][0]["client_state"]["args"] == argparse.Namespace(seed=3, names=["a"])
 
 
 def test_an_object_of_the_users_in_the_client_state_is_named(copied):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
@@ -37,6 +38,7 @@ def there_and_back(value):
         b"\x00\xff",
         Counter({3: 2}),
         PurePath("a/b"),
+        [argparse.Namespace(a=(1, {2}), b=argparse.Namespace())],
         torch.float16,
         random.getstate(),
         {},

@@ -16,7 +16,7 @@ from trilithon.compat import deepspeed
 from trilithon.compat.deepspeed import names, resolve
 
 PACKAGE = Path(deepspeed.__file__).parents[1]
-LINES = 3185  # that are not blank, in all files
+LINES = 3021  # that are not blank, in all files
 
 
 def test_the_package_stays_small():

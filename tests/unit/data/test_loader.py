@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from trilithon.data import Loader, prepare_loader
+from trilithon.data import Loader, RepeatingLoader, prepare_loader
 from trilithon.errors import DataError
 
 
@@ -55,6 +55,15 @@ def test_endless_batches_are_full_across_epochs():
     loader = Loader(Numbers(5), 2, shuffle=False)
     assert ids(islice(loader.endless(), 5)) == [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4]]
     assert loader.position == 10
+
+
+def test_any_loader_can_be_repeated():
+    repeated = RepeatingLoader(DataLoader(TensorDataset(torch.arange(3)), batch_size=2))
+    assert [batch[0].tolist() for batch in islice(repeated, 5)] == [[0, 1], [2], [0, 1], [2], [0, 1]]
+    assert iter(repeated) is repeated
+    for wrong in ([], iter(())):
+        with pytest.raises(DataError, match="empty, or cannot be begun anew"):
+            next(RepeatingLoader(wrong))
 
 
 def test_the_position_is_that_of_batches_handed_out():

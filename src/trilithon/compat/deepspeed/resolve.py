@@ -48,11 +48,16 @@ _TOLD = {*names.ALIASES, *names.VALUES, *_HOMES, *_REFUSED, *_TEXTS} - {""}
 _MODULES = {".".join(path.split(".")[:depth]) for path in _TOLD for depth in range(1, path.count(".") + 2)}
 
 
+def instead_of(path: str) -> dict[str, str]:
+    """What is said of the names that a module or class does not have."""
+    return _ways(_INSTEAD.get(path, ()))
+
+
 def fill(module: ModuleType) -> Callable[[str], Any]:
     """Give a module what is told of it. Returns its `__getattr__` (PEP 562)."""
     path = module.__name__.removeprefix(ROOT).removeprefix(".")
     shown, homes = f"{path}." if path else "", {}
-    refusals, instead = (_ways(table.get(path, ())) for table in (_REFUSED, _INSTEAD))
+    refusals, instead = _ways(_REFUSED.get(path, ())), instead_of(path)
     for home, *words in _HOMES.get(path, ()):
         for name, _, other in (word.partition("=") for word in words):
             homes[name] = (ROOT + home if home.startswith(".") else home, other or name)

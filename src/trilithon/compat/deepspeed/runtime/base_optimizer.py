@@ -39,10 +39,7 @@ class DeepSpeedOptimizer:
     defaults = property(attrgetter("optimizer.defaults"))
     overflow = property(attrgetter("_engine.overflowed"), doc="The last step was left out: a gradient was not finite.")
     loss_scale = cur_scale = property(attrgetter("_engine.native.loss_scale"))
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        return self._engine.dynamic_loss_scale()
+    dynamic_loss_scale = property(lambda self: self._engine.dynamic_loss_scale())
 
     def step(self, closure: Any = None) -> None:
         """As `engine.step()`."""

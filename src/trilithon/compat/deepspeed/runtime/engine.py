@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trilithon.compat.deepspeed.comm import get_local_rank, get_rank, get_world_size
 from trilithon.compat.deepspeed.monitor.monitor import MonitorMaster
-from trilithon.compat.deepspeed.resolve import MissingNameError
+from trilithon.compat.deepspeed.resolve import MissingNameError, instead_of
 from trilithon.compat.deepspeed.runtime import base_optimizer as views
 from trilithon.compat.deepspeed.runtime.config import DeepSpeedConfig
 from trilithon.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
@@ -26,17 +26,6 @@ from trilithon.engine.engine import Engine
 from trilithon.errors import ProtocolError
 
 _BACKWARD = {"0.19": ("retain_graph", "scale_wrt_gas"), "0.16": ("release_loss", "retain_graph", "scale_wrt_gas")}
-_INSTEAD = {
-    "scale": "call engine.backward(loss): it scales the loss and averages gradients over ranks",
-    "coalesce_grad_reduction": "backwards inside engine.native.no_sync() are reduced once, at any stage",
-    "offload_states": "offload.state in the configuration says where optimizer state rests, all the time",
-    "reload_states": "offload.state in the configuration says where optimizer state rests, all the time",
-    "allreduce_gradients": "gradients are reduced during engine.backward()",
-    "set_custom_curriculum_learning_schedule": "curricula are not in this version",
-    "set_data_post_process_func": "curricula are not in this version; change batches in the loader",
-    "random_ltd_initialize": "dropping tokens in layers is not in this version",
-    **dict.fromkeys(("timers", "flops_profiler"), "monitor.profile_step measures one step"),
-}
 
 
 class DeepSpeedEngine(Checkpoints, nn.Module):
@@ -88,8 +77,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
-            if name in _INSTEAD:
-                raise MissingNameError(f"DeepSpeedEngine.{name} does not exist here: {_INSTEAD[name]}.") from None
+            if name in (ways := instead_of("runtime.engine.DeepSpeedEngine")):
+                raise MissingNameError(f"DeepSpeedEngine.{name} does not exist here. {ways[name]}") from None
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
@@ -110,9 +99,7 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
     ) -> None:  # fmt: skip
         """torch.compile of the module, in place."""
         if schedule is not None or compiled_autograd_enabled:
-            raise ProtocolError(
-                "engine.compile() compiles the module; leave out schedule and compiled_autograd_enabled."
-            )
+            raise ProtocolError("engine.compile() compiles the module: no schedule, no compiled_autograd_enabled.")
         self.module.compile(backend=backend, **dict(compile_kwargs or {}))
         self.is_compiled = True
 
@@ -142,9 +129,8 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         options: dict[str, Any] = {"retain_graph": False, "scale_wrt_gas": True}
         unknown = set(named) - set(_BACKWARD["0.16"])
         if len(flags) > len(order) or unknown:
-            raise TypeError(
-                f"backward() takes {', '.join(order)} beside the loss; got {len(flags)} flags and {unknown}."
-            )
+            known = ", ".join(order)
+            raise TypeError(f"backward() takes {known} beside the loss; got {len(flags)} flags and {unknown}.")
         return {**options, **dict(zip(order, flags)), **named}
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:

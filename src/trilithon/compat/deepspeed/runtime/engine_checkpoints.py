@@ -5,7 +5,6 @@ What is loaded may be a checkpoint of ours, of any number of ranks and stage, or
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -48,7 +47,7 @@ class Checkpoints(Settings):
         self, save_dir: str | os.PathLike[str], tag: str | None = None, client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True, exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
-        """Collective; True. tag: `global_step<n>` by default. client_state: plain data (and argparse.Namespace)."""
+        """Collective; True. tag: `global_step<n>` by default. client_state: plain data."""
         if not isinstance(save_dir, str | os.PathLike) or not os.fspath(save_dir):
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         carried = {
@@ -56,12 +55,12 @@ class Checkpoints(Settings):
             "global_samples": self.global_samples,
             "skipped_steps": self.skipped_steps,
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
-            "ds_config": _plain(self.config),
+            "ds_config": self.config,
             "ds_version": version,
         }
-        state = {**_plain(dict(client_state or {})), _CARRIED: _plain(carried)}
         name = str(tag) if tag is not None else f"global_step{self.global_steps}"
-        self.native.save(Path(save_dir), name, state, latest=save_latest, frozen=not exclude_frozen_parameters)
+        state, frozen = {**(client_state or {}), _CARRIED: carried}, not exclude_frozen_parameters
+        self.native.save(Path(save_dir), name, state, latest=save_latest, frozen=frozen)
         script = Path(save_dir) / "zero_to_fp32.py"
         if self.native.rank == 0 and self._config.zero_enabled and not script.exists():
             script.write_text(_RECOVERY)
@@ -97,7 +96,7 @@ class Checkpoints(Settings):
             if extra.get("schedule") and extra["schedule"]["scheduler"] is None:
                 parts.append("schedule")  # the rates that the groups had; a scheduler's own state is below
         report = self.native.load(root, str(tag) if tag is not None else "latest", load_module_strict, parts)
-        client_state = dict(_lively(report.client_state))
+        client_state = dict(report.client_state)
         carried = client_state.pop(_CARRIED, {})
         if not load_module_only:
             steps = self.native.steps + self.native.skipped_steps
@@ -173,24 +172,3 @@ class Checkpoints(Settings):
             )
         with gathered(list(self.module.parameters()), modify=0):
             self.module.load_state_dict(checkpoint["module"], strict=strict)
-
-
-def _plain(value: Any) -> Any:
-    """Namespaces, which programs put into checkpoints, as data; everything else as it is."""
-    if isinstance(value, argparse.Namespace):
-        return {"__namespace__": _plain(vars(value))}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_plain(item) for item in value)
-    return value
-
-
-def _lively(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        if set(value) == {"__namespace__"}:
-            return argparse.Namespace(**_lively(value["__namespace__"]))
-        return {key: _lively(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_lively(item) for item in value)
-    return value

@@ -28,14 +28,7 @@ def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int =
     _once(message, tuple(ranks or ()), level)
 
 
-def print_rank_0(message: str, debug: bool = False, force: bool = False) -> None:
-    """Print on rank 0, if one of the flags is up."""
-    if _rank() <= 0 and (debug or force):
-        print(message)
-
-
 _once = functools.lru_cache(maxsize=256)(log_dist)
-warning_once = functools.lru_cache(maxsize=256)(logger.warning)
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 
 def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
@@ -11,8 +10,3 @@ def required_torch_version(min_version: float | None = None, max_version: float 
     versions = (f"{version or torch.__version__}.0".split(".") for version in (min_version, None, max_version))
     low, here, high = ((int(major), int(minor)) for major, minor, *_ in versions)
     return low <= here <= high
-
-
-def register_grad_hook(param: Tensor, hook: object) -> object:
-    """`hook` after each accumulation into the gradient of a leaf."""
-    return param.register_post_accumulate_grad_hook(hook)

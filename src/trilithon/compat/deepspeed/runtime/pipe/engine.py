@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from trilithon.compat.deepspeed.runtime.dataloader import RepeatingLoader
 from trilithon.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from trilithon.compat.deepspeed.runtime.pipe.module import PipelineError, PipelineModule
+from trilithon.data import RepeatingLoader
 
 
 class PipelineEngine(DeepSpeedEngine):

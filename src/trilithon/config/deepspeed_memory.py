@@ -1,5 +1,7 @@
 """Memory for the states of a model by DeepSpeed's own formulas, as its `estimate_...` functions print them.
 
+For comparing a plan that was made with them; the arguments and the names are theirs.
+
 P parameters, L those of the largest layer, g devices on each of n nodes, f the buffer factor; bytes per node (CPU) and
 per device. They know fp16 training with Adam and nothing of activations; `trilithon train --dry-run` says what a run
 needs here.
@@ -15,13 +17,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-
-from torch import nn
+from typing import Any
 
 _TIER = {True: "cpu", False: "none"}
 
 
-def estimate_zero3_model_states_mem_needs(
+def estimate_zero3_model_states_mem_needs(  # noqa: PLR0917 (the arguments and their order are DeepSpeed's)
     total_params: int, largest_layer_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1,
     cpu_offload: bool = True, cpu_offload_params: bool = True, zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
@@ -50,8 +51,8 @@ def estimate_zero2_model_states_mem_needs(
     return int(cpu), int(2 * total_params + 18 * total_params / devices)
 
 
-def model_to_params(model: nn.Module) -> tuple[int, int]:
-    """(parameters, parameters of the largest module, those inside it not counted)."""
+def model_to_params(model: Any) -> tuple[int, int]:
+    """Of a torch.nn.Module: (parameters, parameters of the largest module, those inside it not counted)."""
     total = sum({id(p): p.numel() for p in model.parameters()}.values())
     return total, max(sum(p.numel() for p in m.parameters(recurse=False)) for m in model.modules())
 
@@ -92,11 +93,11 @@ def _print(devices: int, nodes: int, size: str, rows: Mapping[str, tuple[int, in
         print(f" {cpu / 2**30:7.2f}GB | {device / 2**30:6.2f}GB | {options}")
 
 
-def estimate_zero3_model_states_mem_needs_all_live(model: nn.Module, *args: int, **settings: float) -> None:
+def estimate_zero3_model_states_mem_needs_all_live(model: Any, *args: int, **settings: float) -> None:
     """Print the table for a model that is there; further arguments as in `..._all_cold`."""
     estimate_zero3_model_states_mem_needs_all_cold(*model_to_params(model), *args, **settings)  # type: ignore[arg-type]
 
 
-def estimate_zero2_model_states_mem_needs_all_live(model: nn.Module, *args: int, **settings: float) -> None:
+def estimate_zero2_model_states_mem_needs_all_live(model: Any, *args: int, **settings: float) -> None:
     """Likewise."""
     estimate_zero2_model_states_mem_needs_all_cold(model_to_params(model)[0], *args, **settings)  # type: ignore[arg-type]
