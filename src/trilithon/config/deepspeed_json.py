@@ -113,6 +113,7 @@ class _Reader:
         self.draft = draft
         self.release = release
         self.supplied: set[str] = set()
+        self.open: set[str] = set()  # "auto" without a value
 
     def source(self, key: str) -> Source:
         if key in self.supplied:
@@ -154,6 +155,7 @@ class _Reader:
                 self.supplied.add(key)
                 continue
             del block[name]
+            self.open.add(key)
             self.draft.unfinished = True
             self.draft.problem(
                 key,
@@ -270,7 +272,7 @@ class _Reader:
         self.pinning(block.get("zero_optimization"))
         read_optimizer(self, block.get("optimizer"))
         read_scheduler(self, block.get("scheduler"))
-        if block.get("gradient_clipping") is None:
+        if block.get("gradient_clipping") is None and "gradient_clipping" not in self.open:
             clip = 1.0 if self.release == "0.19" else 0.0
             self.derive(
                 "clip_norm", clip, f"gradient_clipping is absent, which means {clip} in DeepSpeed {self.release}"

@@ -114,6 +114,11 @@ def test_values_that_nothing_supplies_are_refused_and_supplied_ones_mapped():
     assert tomllib.loads(as_toml(found))["batch"] == {"micro_size": 4} and not found.of("refused")
 
 
+def test_a_clip_norm_that_nothing_supplies_is_not_told_as_absent():
+    text = as_toml(migrate({"train_batch_size": 8, "gradient_clipping": "auto"}))
+    assert "clip_norm" not in text and "absent" not in text and "gradient_clipping" in text
+
+
 def test_a_native_file_is_not_migrated():
     with pytest.raises(ConfigError, match="configuration of trilithon already"):
         migrate({"zero": {"stage": 2}})
