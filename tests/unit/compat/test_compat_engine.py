@@ -145,7 +145,7 @@ def test_a_step_that_overflows_counts_and_leaves_rate_and_weights(stage):
 def test_sizes_can_be_changed_between_steps():
     engine = start(gradient_accumulation_steps=2)
     assert [ask() for ask in engine.get_batch_info()] == [4, 2, 2]
-    with pytest.raises(ValueError, match="divisible by micro-batch"):
+    with pytest.raises(ValueError, match=r"not a multiple of micro-batch x data-parallel ranks = 2 x 1"):
         engine.set_train_batch_size(3)
     engine.set_train_batch_size(2)
     assert engine.gradient_accumulation_steps() == 1

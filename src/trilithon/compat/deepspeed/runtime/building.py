@@ -54,7 +54,7 @@ def initialize(
     ConfigError (a ValueError) for a configuration that cannot be carried out, before anything is communicated.
     """
     if model is None:
-        raise ArgumentError("deepspeed.initialize requires a model")
+        raise ArgumentError("deepspeed.initialize(model=None): nothing to train; pass a torch module as model.")
     source = _configuration(args, config if config is not None else config_params)
     _choose_device(args)
     if dist_init_required is not False:
@@ -97,11 +97,12 @@ def _configuration(args: Any, config: Any) -> Any:
     told = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if config is not None and told is not None:
         raise ArgumentError(
-            "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments and "
-            "deepspeed.initialize() function call"
+            "the configuration is given twice: by config= and by --deepspeed_config (args.deepspeed_config). Keep one."
         )
     if config is None and told is None:
-        raise ArgumentError("DeepSpeed requires --deepspeed_config to specify configuration file, or config=...")
+        raise ArgumentError(
+            "no configuration: pass config= (a dict or a path), or --deepspeed_config FILE to the script."
+        )
     return config if config is not None else told
 
 

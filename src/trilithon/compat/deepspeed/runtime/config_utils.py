@@ -26,5 +26,5 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> 
     """For `json.load(object_pairs_hook=...)`. Raises ValueError for a key that is there twice."""
     twice = [key for key, count in Counter(key for key, _ in ordered_pairs).items() if count > 1]
     if twice:
-        raise ValueError(f"Duplicate keys in DeepSpeed config: {twice}. Keep one of each.")
+        raise ValueError(f"these keys are in the file twice: {twice}. Keep one of each.")
     return dict(ordered_pairs)

@@ -90,8 +90,8 @@ class Settings:
         unit = self._micro_size * self.dp_world_size
         if train_batch_size <= 0 or train_batch_size % unit:
             raise BatchError(
-                f"Train batch size must be divisible by micro-batch data parallelism: {train_batch_size} is no "
-                f"multiple of {self._micro_size} x {self.dp_world_size} = {unit}."
+                f"set_train_batch_size({train_batch_size}): not a multiple of micro-batch x data-parallel ranks = "
+                f"{self._micro_size} x {self.dp_world_size} = {unit}. Choose one, or change the micro-batch first."
             )
         self._accumulation = self.native.accumulation = train_batch_size // unit
 
