@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import io
 import importlib.machinery
 import importlib.util
 import pickle
 import sys
+import tokenize
 import types
 from pathlib import Path
 
@@ -16,13 +19,23 @@ from trilithon.compat import deepspeed
 from trilithon.compat.deepspeed import names, resolve
 
 PACKAGE = Path(deepspeed.__file__).parents[1]
-LINES = 3021  # that are not blank, in all files
+LINES = 2600  # of code in all files: not blank, no comment, no docstring
+
+
+def lines_of_code(path: Path) -> set[int]:
+    text = path.read_text()
+    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = (token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in silent)
+    found = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            found -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return found
 
 
 def test_the_package_stays_small():
     """Adapters only: what the native library lacks is written there and not here."""
-    lines = [line for path in PACKAGE.rglob("*.py") for line in path.read_text().splitlines() if line.strip()]
-    assert len(lines) <= LINES
+    assert sum(len(lines_of_code(path)) for path in PACKAGE.rglob("*.py")) <= LINES
 
 
 @pytest.mark.parametrize("path", sorted(resolve._MODULES))
