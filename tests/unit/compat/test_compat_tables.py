@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
-import io
 import importlib.machinery
 import importlib.util
+import io
 import pickle
 import sys
 import tokenize
