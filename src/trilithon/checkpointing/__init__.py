@@ -15,8 +15,10 @@ from trilithon.checkpointing.by_hand import (
     is_configured,
     kept_bytes,
     random_streams,
+    reconfigure,
     reset,
     seed_streams,
+    tensor_ranks,
     times,
     unconfigure,
 )
@@ -54,9 +56,11 @@ __all__ = [
     "random_streams",
     "recomputed",
     "recomputed_as",
+    "reconfigure",
     "reset",
     "seed_streams",
     "seed_tensor_ranks",
+    "tensor_ranks",
     "times",
     "unconfigure",
 ]

@@ -71,6 +71,19 @@ def configure(
     _now = _Configured(chosen, ranks, num_layers, manner)
 
 
+def reconfigure(settings: Mapping[str, Any] | None = None, *, num_layers: int | None = None) -> None:
+    """Change some of what `configure` said, or of its defaults, and keep the rest. Errors are those of `configure`."""
+    before = _now.settings.model_dump(exclude_defaults=True) if _now is not None else {}
+    group, layers = (_now.group, _now.num_layers) if _now is not None else (None, 1)
+    configure({**before, **(settings or {})}, group=group, num_layers=num_layers or layers)
+
+
+def tensor_ranks() -> tuple[int, int]:
+    """(this rank's place, how many ranks): those over which `partition` cuts; (0, 1) without a group."""
+    group = _now.group if _now is not None else None
+    return (group.rank, group.world_size) if group is not None else (0, 1)
+
+
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`function(*args, **kwargs)`, recomputed as `configure` says; without it, with inputs where they are.
 
@@ -119,9 +132,11 @@ def random_streams() -> RandomStreams:
     return _streams
 
 
-def seed_streams(seed: int, tensor_rank: int = 0) -> None:
-    """Seed torch's default generators alike on all tensor ranks, and the stream of cut tensors apart on each."""
-    seed_tensor_ranks(_streams, seed, tensor_rank)
+def seed_streams(seed: int, tensor_rank: int | None = None) -> None:
+    """Seed torch's default generators alike on all tensor ranks, and the stream of cut tensors apart on each.
+
+    tensor_rank: None for this rank's place in the group of `configure`."""
+    seed_tensor_ranks(_streams, seed, tensor_ranks()[0] if tensor_rank is None else tensor_rank)
 
 
 def _close() -> None:

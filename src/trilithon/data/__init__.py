@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trilithon.data.files import FoundText, SkippedFile, TextFile, find_text_files
-from trilithon.data.loader import Loader, RepeatingLoader, prepare_loader
+from trilithon.data.loader import EpochLoader, Loader, RepeatingLoader, prepare_loader
 from trilithon.data.sampler import StreamSampler, epoch_order
 from trilithon.data.text import TextCorpus, TokenBlocks, prepare_text
 from trilithon.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_tokenizer
@@ -11,6 +11,7 @@ from trilithon.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, loa
 __all__ = [
     "BpeTokenizer",
     "ByteTokenizer",
+    "EpochLoader",
     "FoundText",
     "Loader",
     "RepeatingLoader",

@@ -114,6 +114,26 @@ class Loader:
             self.sampler.position = ends.pop()
 
 
+class EpochLoader(DataLoader[Any]):
+    """torch's DataLoader, whose DistributedSampler learns of each pass: another order every time, alike on all ranks.
+
+    Also an iterator, over the pass that was begun last. epochs: passes that were begun.
+    """
+
+    epochs = 0
+    _running: Iterator[Any] | None = None
+
+    def __iter__(self) -> Any:
+        if isinstance(self.sampler, DistributedSampler):
+            self.sampler.set_epoch(self.epochs)
+        self.epochs += 1
+        self._running = super().__iter__()
+        return self._running
+
+    def __next__(self) -> Any:
+        return next(self._running or iter(self))
+
+
 class RepeatingLoader:
     """An iterator over `loader` for ever: it begins anew when it is at its end. Raises DataError for an empty one."""
 

@@ -1,6 +1,6 @@
 """ZeRO: each rank holds 1/N of the optimizer state (stage 1), of the gradients (2) and of the parameters (3).
 
-Two contexts and `tile` are for users, the rest is for the engine.
+Two contexts, `one_unit` and `tile` are for users, the rest is for the engine.
 
     with trilithon.zero.init():                 # optional: build a model larger than one rank's memory
         model = GPT(config)
@@ -14,6 +14,7 @@ from __future__ import annotations
 from trilithon.zero.composite import RankPlacement, Replicas
 from trilithon.zero.gather import gathered
 from trilithon.zero.init import init
+from trilithon.zero.one_unit import is_one_unit, one_unit
 from trilithon.zero.own_slice import OwnSlice, is_cut, is_held, own_slice
 from trilithon.zero.sharded_parameter import shapes_only
 from trilithon.zero.sharding import Communicators, Precisions, ZeroSharding
@@ -33,6 +34,8 @@ __all__ = [
     "init",
     "is_cut",
     "is_held",
+    "is_one_unit",
+    "one_unit",
     "own_slice",
     "shapes_only",
     "tile",

@@ -16,8 +16,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from trilithon.errors import ProtocolError
-from trilithon.zero.sharded_parameter import Owner, find_owner
+from trilithon.errors import ProtocolError, ShardedParameterError
+from trilithon.zero.sharded_parameter import Owner, ShardedParameter, find_owner
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -28,11 +28,15 @@ def gathered(params: nn.Parameter | nn.Module | Iterable[Tensor], modify: int | 
 
     modify: None to read only; a rank to let that rank write, after which its values are broadcast, cut, and also taken
     over by the fp32 masters. Collective: every rank opens and leaves it. Parameters of no engine are left alone; those
-    that are whole anyway (stages 0 to 2) are only watched and made equal.
+    that are whole anyway (stages 0 to 2) are only watched and made equal. Opened for reading inside a forward or
+    backward of the engine, it is that forward's use of the parameters: whole until it ends, and again in its backward.
     Raises ProtocolError, on every rank, if values changed without `modify`, if an entry is not a parameter, or if
     `modify` is not a rank. After an exception inside, or that one, the values are those from before.
     """
     chosen = _listed(params)
+    if modify is None and _joined([param for param in chosen if isinstance(param, ShardedParameter)]):
+        yield
+        return
     if modify is not None and (isinstance(modify, bool) or not isinstance(modify, int)):
         raise ProtocolError(f"gathered(modify={modify!r}): give the number of the rank that writes, or None to read.")
     owners: dict[int, tuple[Owner, list[nn.Parameter]]] = {}
@@ -44,6 +48,17 @@ def gathered(params: nn.Parameter | nn.Module | Iterable[Tensor], modify: int | 
         for owner, owned in owners.values():
             stack.enter_context(owner.hold(owned, modify))
         yield
+
+
+def _joined(cut: list[ShardedParameter]) -> bool:
+    """Parameters that are cut now have become part of the forward or backward that is under way, as if it read them: a
+    function that saved the values finds them again. False outside of one, and for none."""
+    try:
+        for param in cut:
+            param.detach()
+    except ShardedParameterError:
+        return False
+    return bool(cut)
 
 
 def _listed(params: nn.Parameter | nn.Module | Iterable[Tensor]) -> list[nn.Parameter]:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from trilithon.zero.layout import Region
+from trilithon.zero.one_unit import is_one_unit
 from trilithon.zero.tiling import tiles_of
 
 
@@ -184,7 +185,7 @@ class _Tree:
             return
         callable_ = has_forward(module) and not is_traced_from_outside(module)
         if name and callable_:
-            named = type(module).__name__ in self._classes
+            named = type(module).__name__ in self._classes or is_one_unit(module)
             if named or (numel >= self._least and (numel <= self._most or in_list or is_compiled(module))):
                 self._chosen.add(name)
                 return

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trilithon.errors import ConfigError
+from trilithon.zero.gather import gathered
 from trilithon.zero.init import builder_of, built_values
 
 logger = logging.getLogger(__name__)
@@ -221,6 +222,12 @@ class TiledLinear(nn.Module):
             del whole
             param.data = torch.empty(0, dtype=param.dtype, device=param.device)
         return new
+
+    @torch.no_grad()
+    def copy_from(self, linear: nn.Linear) -> None:
+        """Take the values of a plain layer of the same size, which keeps its own. Collective if either is cut."""
+        with gathered(linear), gathered(self, modify=0):
+            self.load_state_dict(dict(linear.named_parameters(recurse=False)))
 
     def plain(self) -> nn.Linear:
         """The layer that this one stands for, with the values of the tiles."""

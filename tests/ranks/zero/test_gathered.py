@@ -203,3 +203,34 @@ def test_frozen_parameters_can_be_read_and_written():
             with gathered(model.layers):
                 assert bool((model.layers[0].weight == 1).all())
             assert bool((engine.state_dict()["layers.0.weight"] == 1).all())
+
+
+class ReadsInside(nn.Module):
+    """The head's weight is read under `gathered` by a module that is not its own, and needed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.body(x))
+        with gathered(self.head.weight):
+            out = hidden @ self.head.weight.T
+        return (out - target).square().mean()
+
+
+@ranks(2)
+def test_what_is_opened_inside_a_forward_is_there_again_in_its_backward():
+    batches = vector_batches(2, 4)
+    plain = ReadsInside()
+    update = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for ((x, target),) in batches:
+        update.zero_grad()
+        plain(x, target).backward()
+        update.step()
+    for stage in STAGES:
+        with engine_for(ReadsInside(), stage) as engine:
+            train_engine(engine, batches)
+            for (name, got), expected in zip(engine.full_parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(got, expected.detach(), rtol=1e-5, atol=1e-6, msg=f"{stage} {name}")

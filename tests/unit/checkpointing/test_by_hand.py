@@ -86,6 +86,23 @@ def test_reset_gives_memory_back_and_keeps_the_settings():
     assert not checkpointing.is_configured() and checkpointing.configured() is None
 
 
+def test_some_settings_change_and_the_others_stay():
+    checkpointing.reconfigure(num_layers=3)  # of the defaults
+    assert checkpointing.is_configured() and checkpointing.configured().tier == "device"
+    checkpointing.configure({"tier": "host", "contiguous": True}, num_layers=2)
+    checkpointing.reconfigure({"profile": True})
+    settings = checkpointing.configured()
+    assert (settings.tier, settings.contiguous, settings.profile) == ("host", True, True)
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+    checkpointing.checkpoint(layer, x).sum().backward()
+    assert checkpointing.kept_bytes() == {"host": 2 * 128}
+    checkpointing.reconfigure(num_layers=3)
+    checkpointing.checkpoint(layer, x).sum().backward()
+    assert checkpointing.kept_bytes() == {"host": 3 * 128} and checkpointing.tensor_ranks() == (0, 1)
+    with pytest.raises(ConfigError, match=r"got no group of them"):
+        checkpointing.reconfigure({"partition": True})
+
+
 def test_settings_that_do_not_belong_there_are_refused():
     with pytest.raises(ConfigError, match=r"recompute\.classes chooses blocks"):
         checkpointing.configure({"classes": ("Block",)})

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from trilithon.data import Loader, RepeatingLoader, prepare_loader
+from trilithon.data import EpochLoader, Loader, RepeatingLoader, prepare_loader
 from trilithon.errors import DataError
 
 
@@ -55,6 +55,20 @@ def test_endless_batches_are_full_across_epochs():
     loader = Loader(Numbers(5), 2, shuffle=False)
     assert ids(islice(loader.endless(), 5)) == [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4]]
     assert loader.position == 10
+
+
+def test_each_pass_is_another_epoch_of_a_distributed_sampler():
+    data = TensorDataset(torch.arange(12))
+    loader = EpochLoader(data, batch_size=3, sampler=DistributedSampler(data, num_replicas=2, rank=1))
+    plain = DistributedSampler(data, num_replicas=2, rank=1)
+    seen = []
+    for epoch in range(2):
+        plain.set_epoch(epoch)
+        seen.append([index for batch in loader for index in batch[0].tolist()])
+        assert seen[epoch] == list(plain) and loader.epochs == epoch + 1
+    assert seen[0] != seen[1]
+    ordered = EpochLoader(data, batch_size=5)  # by hand, as an iterator
+    assert next(ordered)[0].tolist() == [0, 1, 2, 3, 4] and next(ordered)[0].tolist() == [5, 6, 7, 8, 9]
 
 
 def test_any_loader_can_be_repeated():

@@ -22,6 +22,16 @@ def gamma(terms: int) -> float:
 
 
 @pytest.mark.parametrize("bias", [True, False])
+def test_values_of_a_plain_layer_can_be_taken_and_left_there(bias):
+    plain, tiled = nn.Linear(10, 6, bias=bias), TiledLinear(10, 6, bias, in_splits=3, out_splits=2)
+    tiled.copy_from(plain)
+    assert torch.equal(tiled.weight, plain.weight) and (not bias or torch.equal(tiled.bias, plain.bias))
+    assert tiled.weight.data_ptr() != plain.weight.data_ptr() and plain.weight.shape == (6, 10)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        tiled.copy_from(nn.Linear(10, 5, bias=bias))
+
+
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(5, 12), (2, 3, 12)])
 @pytest.mark.parametrize("splits", [(1, 1), (1, 3), (2, 1), (3, 4), (5, 7), (12, 10)])
 def test_forward_and_gradients_are_those_of_the_plain_layer(splits, shape, bias):

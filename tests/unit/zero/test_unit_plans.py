@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from trilithon.testing.models import TinyGPT
+from trilithon.zero import is_one_unit, one_unit
 from trilithon.zero.grouping import FROZEN, Entry, buckets, by_module, common_ancestor
 
 
@@ -54,6 +55,16 @@ def test_a_named_class_becomes_a_unit_and_a_tied_weight_belongs_above_both_users
     plans = {plan.module: [e.name for e in plan.entries] for plan in plans_of(TinyGPT(), unit_classes=("Block",))}
     assert set(plans) == {"", "blocks.0", "blocks.1"}
     assert "tokens.weight" in plans[""] and len(plans["blocks.0"]) == 10
+
+
+def test_a_marked_module_becomes_a_unit_and_its_likes_do_not():
+    model = TinyGPT()
+    one_unit(model.blocks[1])
+    assert is_one_unit(model.blocks[1]) and not is_one_unit(model.blocks[0])
+    assert is_one_unit(model.blocks[1].mlp_norm.weight) and not is_one_unit(model.blocks[0].mlp_norm.weight)
+    assert {plan.module for plan in plans_of(model)} == {"", "blocks.1"}
+    one_unit(model.blocks[1], marked=False)
+    assert {plan.module for plan in plans_of(model)} == {""}
 
 
 def test_small_parameters_persist_up_to_the_total():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trilithon.engine.engine import Engine
 
-_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> (weak reference to its engine, its name there)
+_OF: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter or model -> (weak reference to its engine, name there)
 _NEWEST: list[weakref.ref[Engine]] = []
 
 
@@ -17,21 +17,22 @@ def register(engine: Engine) -> None:
     """From now on the engine is found by its parameters, and is the newest."""
     reference = weakref.ref(engine)
     _NEWEST[:] = [reference]
-    for name, param in engine.module.named_parameters():
-        _OF[param] = (reference, name)
+    for name, one in [("", engine.module), *engine.module.named_parameters()]:
+        _OF[one] = (reference, name)
 
 
 def unregister(engine: Engine) -> None:
-    for param in engine.module.parameters():
-        if engine_of(param)[0] is engine:
-            _OF.pop(param, None)
+    trained: list[Tensor | nn.Module] = [engine.module, *engine.module.parameters()]
+    for one in trained:
+        if engine_of(one)[0] is engine:
+            _OF.pop(one, None)
     if newest() is engine:
         _NEWEST.clear()
 
 
-def engine_of(param: Tensor) -> tuple[Engine | None, str]:
-    """(the engine that trains a parameter, the parameter's name there); (None, "") for any other tensor."""
-    reference, name = _OF.get(param, (lambda: None, ""))
+def engine_of(trained: Tensor | nn.Module) -> tuple[Engine | None, str]:
+    """(the engine that trains a parameter or a whole model, its name there); (None, "") for anything else."""
+    reference, name = _OF.get(trained, (lambda: None, ""))
     return reference(), name
 
 

@@ -61,7 +61,7 @@ runtime.zero .runtime.zero.partition_parameters GatheredParameters Init ZeroPara
 runtime.zero .runtime.zero.tiling TiledLinear TiledLinearReturnBias
 runtime.zero.partition_parameters .accelerator get_accelerator
 runtime.zero.partition_parameters .runtime.zero.parameter_attributes ZeroParamStatus
-runtime.zero.utils .runtime.zero.partition_parameters ZeRORuntimeException is_zero3_model
+runtime.zero.utils .runtime.zero.partition_parameters ZeRORuntimeException
 runtime.zero.linear torch.nn LinearModuleForZeroStage3=Linear
 runtime.zero.linear torch.nn.functional zero3_linear_wrap=linear
 runtime.zero.stage3 .runtime.base_optimizer DeepSpeedZeroOptimizer_Stage3
@@ -70,7 +70,7 @@ runtime.zero.stage3 trilithon.config.deepspeed_memory estimate_zero3_model_state
 runtime.zero.stage_1_and_2 .runtime.base_optimizer DeepSpeedZeroOptimizer
 runtime.zero.stage_1_and_2 trilithon.config.deepspeed_memory estimate_zero2_model_states_mem_needs
     estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live
-runtime.dataloader trilithon.data RepeatingLoader
+runtime.dataloader trilithon.data DeepSpeedDataLoader=EpochLoader RepeatingLoader
 utils trilithon.data RepeatingLoader
 utils .runtime.zero.partition_parameters OnDevice
 utils.init_on_device .runtime.zero.partition_parameters OnDevice
@@ -138,16 +138,16 @@ runtime eigenvalue progressive_layer_drop: It is not in this version.
 runtime state_dict_factory: trilithon.checkpoint.open_checkpoint reads checkpoints of any layout.
 runtime sparse_tensor: Gradients are dense here; embeddings with sparse=True are made dense as they arrive.
 runtime swap_tensor: offload.state and offload.parameters in the configuration say what rests on disk.
-runtime.engine.DeepSpeedEngine scale: Call engine.backward(loss): it scales the loss and averages gradients over ranks.
+runtime.engine.DeepSpeedEngine scale allreduce_gradients: engine.backward(loss) scales it and averages over ranks.
 runtime.engine.DeepSpeedEngine coalesce_grad_reduction: Backwards inside engine.native.no_sync() are reduced once.
 runtime.engine.DeepSpeedEngine offload_states reload_states: offload.state in the configuration says where state rests.
-runtime.engine.DeepSpeedEngine allreduce_gradients: Gradients are reduced during engine.backward().
 runtime.engine.DeepSpeedEngine set_custom_curriculum_learning_schedule set_data_post_process_func random_ltd_initialize:
-    Curricula, of data and of layers, are not in this version; change batches in the loader.
+    Curricula are not in this version; change batches in the loader.
 runtime.engine.DeepSpeedEngine timers flops_profiler: monitor.profile_step measures one step.
 runtime.engine.DeepSpeedEngine amp_enabled dump_state fp16_auto_cast get_data_types use_node_local_storage
     zero_cpu_offload zero_offload_optimizer zero_offload_param: engine.config is what was written, and
     engine.native.config what became of it.
+runtime.zero.utils is_zero3_model: trilithon.zero.is_cut(parameter) says it of one parameter.
 runtime.fp16 onebit: OneBitAdam, ZeroOneAdam and OneBitLamb are chosen by name in the configuration.
 utils.logging print_rank_0 warning_once: utils.logging has log_dist(message, ranks=[0]) and log_dist_once.
 utils.nvtx range_push range_pop: torch.cuda.nvtx has them.

@@ -7,21 +7,21 @@ Classes are told apart by name only, for programs that ask `isinstance`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from trilithon.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
 if TYPE_CHECKING:
     from trilithon.compat.deepspeed.runtime.engine import DeepSpeedEngine
 
 
 class DeepSpeedOptimizer:
-    """engine: whose updates it stands for; optimizer: the torch optimizer with the groups.
-
-    Beside what is below, attributes set on it stay on it; a subclass may add its own.
-    """
+    """engine: whose updates it stands for; optimizer: the torch optimizer with the groups."""
 
     def __init__(self, engine: DeepSpeedEngine, optimizer: torch.optim.Optimizer) -> None:
         self._engine = engine
@@ -42,7 +42,6 @@ class DeepSpeedOptimizer:
     dynamic_loss_scale = property(lambda self: self._engine.dynamic_loss_scale())
 
     def step(self, closure: Any = None) -> None:
-        """As `engine.step()`."""
         self._engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -73,9 +72,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 
 
 class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
-    """Of stage 3. parameter_offload: what programs reach for that change hooks."""
+    """Of stage 3."""
 
-    parameter_offload: Any = None
+    @cached_property
+    def parameter_offload(self) -> DeepSpeedZeRoOffload:
+        return DeepSpeedZeRoOffload(self._engine.module)
 
 
 class FP16_Optimizer(DeepSpeedOptimizer):
@@ -88,3 +89,6 @@ class FP16_UnfusedOptimizer(FP16_Optimizer):
 
 class BF16_Optimizer(ZeROOptimizer):
     """Of bf16 with gradients added up in fp32."""
+
+
+OF_STAGE = (FP16_UnfusedOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)

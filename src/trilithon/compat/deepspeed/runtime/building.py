@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import argparse
 import os
-import weakref
 from collections.abc import Callable, Iterable
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.weak import WeakIdKeyDictionary
 
 from trilithon.compat.deepspeed.comm import init_distributed
-from trilithon.compat.deepspeed.names import ROOT
+from trilithon.compat.deepspeed.engines import engine_of
 from trilithon.compat.deepspeed.ops import optimizers as ops
 from trilithon.compat.deepspeed.runtime.config import ArgumentError, DeepSpeedConfig
 from trilithon.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from trilithon.compat.deepspeed.runtime.lr_schedules import SCHEDULES
-from trilithon.compat.deepspeed.runtime.zero.parameter_offload import adopt
-from trilithon.compat.deepspeed.utils.z3_leaf_module import leaf_classes
-from trilithon.config import Config
+from trilithon.compat.deepspeed.runtime.pipe.engine import PipelineEngine
+from trilithon.compat.deepspeed.runtime.zero.parameter_offload import adopt, release
 from trilithon.engine.build import initialize as native_initialize
 from trilithon.parallel.pipeline import PipelineModule
 
 _CLASSES: dict[str, tuple[type[ops.ByName], type[ops.ByName]]] = {  # by kind: with state on the device, and elsewhere
-    "adam": (ops.FusedAdam, ops.DeepSpeedCPUAdam),
-    "adamw": (ops.FusedAdam, ops.DeepSpeedCPUAdam),
+    **dict.fromkeys(("adam", "adamw"), (ops.FusedAdam, ops.DeepSpeedCPUAdam)),
     "adagrad": (ops.DeepSpeedCPUAdagrad, ops.DeepSpeedCPUAdagrad),
     "lamb": (ops.FusedLamb, ops.FusedLamb),
     "lion": (ops.FusedLion, ops.DeepSpeedCPULion),
@@ -36,7 +31,6 @@ _CLASSES: dict[str, tuple[type[ops.ByName], type[ops.ByName]]] = {  # by kind: w
     "onebit_lamb": (ops.OnebitLamb, ops.OnebitLamb),
     "zero_one_adam": (ops.ZeroOneAdam, ops.ZeroOneAdam),
 }
-_ENGINES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # module -> weak reference to the engine that trains it
 _TENSOR_PARALLEL = {"size": 0}  # what `tp_model_init` was told, for the next `initialize`
 
 
@@ -61,36 +55,24 @@ def initialize(
         init_distributed(distributed_port=distributed_port)
     stages = model.num_stages if isinstance(model, PipelineModule) else 1
     settings = DeepSpeedConfig(_with_tensor_parallel(source), mpu, stages=stages)
-    if stages > 1 and settings.zero_optimization_stage >= 2:
-        raise ArgumentError(
-            f"a pipeline of {stages} stages trains at ZeRO stage 0 or 1, and zero_optimization.stage is "
-            f"{settings.zero_optimization_stage}."
-        )
-    _refuse(settings, mpu, mesh_param)
+    if stages > 1 and (zero_stage := settings.zero_optimization_stage) >= 2:
+        raise ArgumentError(f"a pipeline of {stages} stages trains at ZeRO stage 0 or 1; got stage {zero_stage}.")
+    _refuse(mpu, mesh_param)
     basic = _optimizer(settings, model, optimizer, model_parameters)
     if basic is None and settings.zero_optimization_stage in (1, 2):
         raise ArgumentError(f"zero stage {settings.zero_optimization_stage} requires an optimizer")
     scheduler = _scheduler(settings, basic, lr_scheduler, driven=optimizer is not None)
-    if model in _ENGINES and (previous := _ENGINES[model]()) is not None:
-        previous.destroy(give_back=True)
-    native = native_initialize(model, _native(settings, model), optimizer=basic)
+    if (previous := engine_of(model)[0]) is not None:
+        release(previous)
+        previous.close(give_back=True)
+    objects = {"optimizer": None, "lr_schedule": None}  # which are there already
+    native = native_initialize(model, settings.native.model_copy(update=objects), optimizer=basic)
     adopt(native)
-    engine = _engine_class(model)(
+    engine = (PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine)(
         native, settings, basic_optimizer=basic, client_optimizer=optimizer, lr_scheduler=scheduler,
         training_data=training_data, collate_fn=collate_fn, mpu=mpu,
     )  # fmt: skip
-    _ENGINES[model] = weakref.ref(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def _native(settings: DeepSpeedConfig, model: nn.Module) -> Config:
-    """Without optimizer and schedule, which are objects already; with the modules that are gathered as one."""
-    native, leaves = settings.native, leaf_classes(model)
-    changes: dict[str, Any] = {"optimizer": None, "lr_schedule": None}
-    if leaves and native.zero.stage == 3:
-        units = tuple(dict.fromkeys((*(native.zero.unit_classes or ()), *leaves)))
-        changes["zero"] = native.zero.model_copy(update={"unit_classes": units})
-    return native.model_copy(update=changes)
 
 
 def _configuration(args: Any, config: Any) -> Any:
@@ -114,23 +96,16 @@ def _choose_device(args: Any) -> None:
         os.environ["LOCAL_RANK"] = str(rank)
 
 
-def _refuse(settings: DeepSpeedConfig, mpu: Any, mesh_param: Any) -> None:
-    sizes = {
-        name: getattr(mpu, f"get_{name}_parallel_world_size")()
-        for name in ("model", "tensor_model", "pipe", "pipeline_model", "sequence")
-        if hasattr(mpu, f"get_{name}_parallel_world_size")
-    }
-    cut = {name: size for name, size in sizes.items() if size > 1}
-    if cut:
-        raise ArgumentError(
-            f"mpu cuts the model or its sequences over ranks by itself ({cut}), which an engine of ours does through "
-            "its own mesh: leave mpu out and set tensor_parallel.autotp_size or sequence_parallel_size (mesh.tensor, "
-            "mesh.sequence)."
-        )
+def _refuse(mpu: Any, mesh_param: Any) -> None:
+    for name in ("model", "tensor_model", "pipe", "pipeline_model", "sequence"):
+        if (size := getattr(mpu, f"get_{name}_parallel_world_size", lambda: 1)()) > 1:
+            raise ArgumentError(
+                f"mpu cuts the model or its sequences over ranks by itself ({name}: {size}), which an engine of ours "
+                "does through its own mesh: leave mpu out and set tensor_parallel.autotp_size or "
+                "sequence_parallel_size (mesh.tensor, mesh.sequence)."
+            )
     if mesh_param is not None:
-        raise ArgumentError(
-            f"mesh_param={mesh_param}: write data_parallel_size and sequence_parallel_size in the configuration."
-        )
+        raise ArgumentError(f"mesh_param={mesh_param}: write the sizes (sequence_parallel_size) in the configuration.")
 
 
 def _optimizer(
@@ -183,13 +158,6 @@ def _scheduler(settings: DeepSpeedConfig, basic: torch.optim.Optimizer | None, g
     return SCHEDULES[section.kind].of(basic, section) if section is not None else None
 
 
-def _engine_class(model: nn.Module) -> type[DeepSpeedEngine]:
-    if not isinstance(model, PipelineModule):
-        return DeepSpeedEngine
-    found: type[DeepSpeedEngine] = import_module(f"{ROOT}.runtime.pipe.engine").PipelineEngine
-    return found
-
-
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, **_: Any
 ) -> nn.Module:
@@ -206,10 +174,8 @@ def _with_tensor_parallel(source: Any) -> Any:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """--deepspeed, --deepspeed_config FILE, and their old names."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument("--deepspeed", default=False, action="store_true", help="use the engine")
-    group.add_argument("--deepspeed_config", default=None, type=str, help="configuration file, JSON")
-    group.add_argument("--deepscale", default=False, action="store_true", help="old name of --deepspeed")
-    group.add_argument("--deepscale_config", default=None, type=str, help="old name of --deepspeed_config")
+    for name in ("deepspeed", "deepscale"):
+        group.add_argument(f"--{name}", action="store_true", help="use the engine")
+        group.add_argument(f"--{name}_config", help="configuration file, JSON")
     return parser

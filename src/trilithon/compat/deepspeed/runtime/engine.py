@@ -6,25 +6,28 @@ hand), `micro_steps` decides where an update is due, and a step that is left out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from trilithon.compat.deepspeed.comm import get_local_rank, get_rank, get_world_size
 from trilithon.compat.deepspeed.monitor.monitor import MonitorMaster
 from trilithon.compat.deepspeed.resolve import MissingNameError, instead_of
 from trilithon.compat.deepspeed.runtime import base_optimizer as views
 from trilithon.compat.deepspeed.runtime.config import DeepSpeedConfig
-from trilithon.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from trilithon.compat.deepspeed.runtime.engine_checkpoints import Checkpoints
 from trilithon.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload, release
+from trilithon.data import EpochLoader
 from trilithon.engine.engine import Engine
 from trilithon.errors import ProtocolError
 
+_INSTEAD = instead_of("runtime.engine.DeepSpeedEngine")
 _BACKWARD = {"0.19": ("retain_graph", "scale_wrt_gas"), "0.16": ("release_loss", "retain_graph", "scale_wrt_gas")}
 
 
@@ -37,14 +40,13 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         collate_fn: Callable[[Any], Any] | None = None, mpu: Any = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.module = native.module
-        self.training = native.module.training
+        self.module, self.training = native.module, native.module.training
         self.native, self._config, self.config, self.mpu = native, config, config.raw, mpu
         self.device = native.device
         self.basic_optimizer, self.client_optimizer, self.lr_scheduler = basic_optimizer, client_optimizer, lr_scheduler
         self.optimizer: Any = self._wrapped(basic_optimizer)
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
-        self.overflowed = self.inside_no_sync_ctxt = self._applied = self._destroyed = False
+        self.overflowed = self.inside_no_sync_ctxt = self._applied = False
         self._boundary: bool | None = None
         self._accumulation, self._micro_size = config.gradient_accumulation_steps, config.train_micro_batch_size_per_gpu
         self.global_rank, self.local_rank, self.world_size = get_rank(), get_local_rank(), get_world_size()
@@ -53,32 +55,26 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self.enable_backward_allreduce, self.is_compiled = True, False
         self.monitor = MonitorMaster(config)
         self.collate_fn, self.training_data = collate_fn, training_data
-        loader = self.deepspeed_io(training_data) if training_data is not None else None
-        self.training_dataloader: Iterable[Any] | None = loader
+        self.training_dataloader: Any = self.deepspeed_io(training_data) if training_data is not None else None
 
     def _wrapped(self, optimizer: torch.optim.Optimizer | None) -> Any:
         """Stage 0 in fp32 shows the torch optimizer itself; stage 3 without one, what its parameters are kept by."""
-        stage, precision = self._config.zero_optimization_stage, self._config.native.precision.kind
-        if optimizer is None and stage == 3:
-            return DeepSpeedZeRoOffload(self.module)
-        if optimizer is None or (stage == 0 and precision == "fp32"):
+        stage, native = self._config.zero_optimization_stage, self._config.native
+        if optimizer is None:
+            return DeepSpeedZeRoOffload(self.module) if stage == 3 else None
+        if (stage, native.precision.kind) == (0, "fp32"):
             return optimizer
-        if stage == 3:
-            made = views.DeepSpeedZeroOptimizer_Stage3(self, optimizer)
-            made.parameter_offload = DeepSpeedZeRoOffload(self.module)
-            return made
-        if stage == 1 and precision == "bf16" and self._config.native.zero.accumulate_dtype == "fp32":
+        if (stage, native.precision.kind, native.zero.accumulate_dtype) == (1, "bf16", "fp32"):
             return views.BF16_Optimizer(self, optimizer)
-        return (views.DeepSpeedZeroOptimizer if stage else views.FP16_UnfusedOptimizer)(self, optimizer)
+        return views.OF_STAGE[stage](self, optimizer)
 
-    # ------------------------------------------------------------------------------------------------- the module
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
-            if name in (ways := instead_of("runtime.engine.DeepSpeedEngine")):
-                raise MissingNameError(f"DeepSpeedEngine.{name} does not exist here. {ways[name]}") from None
+            if name in _INSTEAD:
+                raise MissingNameError(f"DeepSpeedEngine.{name} does not exist here. {_INSTEAD[name]}") from None
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
@@ -97,20 +93,21 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:  # fmt: skip
-        """torch.compile of the module, in place."""
         if schedule is not None or compiled_autograd_enabled:
             raise ProtocolError("engine.compile() compiles the module: no schedule, no compiled_autograd_enabled.")
         self.module.compile(backend=backend, **dict(compile_kwargs or {}))
         self.is_compiled = True
 
-    # -------------------------------------------------------------------------------------------------- one step
     def backward(self, loss: Tensor, *flags: Any, **named: Any) -> Tensor:
         """Backward of one micro-batch; returns its loss over the accumulation steps, without gradient.
 
         Flags in the order of the release in force: 0.19 retain_graph, scale_wrt_gas; 0.16 release_loss before them.
         scale_wrt_gas=False: the loss was divided already.
         """
-        options = self._flags(flags, named)
+        order = _BACKWARD[self._config.release]
+        options = {"retain_graph": False, "scale_wrt_gas": True, **dict(zip(order, flags)), **named}
+        if len(flags) > len(order) or not options.keys() <= set(_BACKWARD["0.16"]):
+            raise TypeError(f"backward() takes {', '.join(order)} beside the loss; got {flags} and {named}.")
         assert self.basic_optimizer is not None, "must provide optimizer during init in order to use backward"
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -123,15 +120,6 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         if self._config.release == "0.16":
             return value.float() * share if reduces else value
         return value / self._accumulation if options["scale_wrt_gas"] else value
-
-    def _flags(self, flags: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-        order = _BACKWARD[self._config.release]
-        options: dict[str, Any] = {"retain_graph": False, "scale_wrt_gas": True}
-        unknown = set(named) - set(_BACKWARD["0.16"])
-        if len(flags) > len(order) or unknown:
-            known = ", ".join(order)
-            raise TypeError(f"backward() takes {known} beside the loss; got {len(flags)} flags and {unknown}.")
-        return {**options, **dict(zip(order, flags)), **named}
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """After every micro-batch: at a boundary parameters, rates and `global_steps` move."""
@@ -196,24 +184,23 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
 
     def get_global_grad_norm(self) -> Tensor | None:
         """[] of the last boundary, before clipping; None before there was one."""
-        norm = self.native.grad_norm
-        if norm is None:
-            return None
-        dtype = torch.float64 if self._config.zero_optimization_stage == 3 else torch.float32
-        return torch.tensor(norm, dtype=dtype, device=self.device)
+        norm, dtype = self.native.grad_norm, torch.float64 if self.zero_optimization_stage() == 3 else torch.float32
+        return torch.tensor(norm, dtype=dtype, device=self.device) if norm is not None else None
 
-    # ------------------------------------------------------------------------------------------------------ around
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, route: str = "train", pin_memory: bool = True,
         data_sampler: Any = None, collate_fn: Callable[[Any], Any] | None = None,
         num_local_io_workers: int | None = None,
-    ) -> DeepSpeedDataLoader:  # fmt: skip
-        """A loader of this data-parallel rank's part of `dataset`."""
-        mesh = self.native.mesh
-        return DeepSpeedDataLoader(
-            dataset, batch_size or self._micro_size, ranks=mesh.data_size, rank=mesh.data_rank, pin_memory=pin_memory,
-            collate_fn=collate_fn or self.collate_fn, num_workers=num_local_io_workers, data_sampler=data_sampler,
-            drop_last=self.dataloader_drop_last(), shuffle=route == "train",
+    ) -> EpochLoader:  # fmt: skip
+        """A loader of this data-parallel rank's part of `dataset`, in another order at each pass unless `data_sampler`
+        is given. num_local_io_workers: None for two with a GPU, else none."""
+        (rank, ranks), gpu = self.native.mesh.part("data"), torch.cuda.is_available()
+        if data_sampler is None and not isinstance(dataset, IterableDataset):
+            data_sampler = DistributedSampler(dataset, num_replicas=ranks, rank=rank, shuffle=route == "train")
+        return EpochLoader(
+            dataset, batch_size or self._micro_size, sampler=data_sampler, collate_fn=collate_fn or self.collate_fn,
+            num_workers=num_local_io_workers if num_local_io_workers is not None else 2 if gpu else 0,
+            pin_memory=pin_memory and gpu, drop_last=self.dataloader_drop_last(),
         )  # fmt: skip
 
     @property
@@ -222,21 +209,11 @@ class DeepSpeedEngine(Checkpoints, nn.Module):
         return dist.group.WORLD if self.world_size == self.dp_world_size and dist.is_initialized() else None
 
     seq_data_parallel_group = data_parallel_group
-
-    @property
-    def has_moe_layers(self) -> bool:
-        """Experts of the model are spread over ranks."""
-        return bool(self.native.expert_groups)
+    has_moe_layers = property(lambda self: bool(self.native.expert_groups))
 
     def empty_partition_cache(self) -> None:
         """What was gathered is freed after its use."""
 
     def destroy(self, *, give_back: bool | None = None) -> None:
-        """As `Engine.close`, once."""
-        if not self._destroyed:
-            self._destroyed = True
-            release(self.native)
-            self.native.close(give_back=give_back)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(\n  (module): {self.module!r}\n)"
+        release(self.native)
+        self.native.close(give_back=give_back)

@@ -23,6 +23,7 @@ from trilithon.zero import gathered
 
 logger = logging.getLogger(__name__)
 
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _CARRIED = "deepspeed"  # key of what this adapter adds to a checkpoint
 _POINTERS = ("latest", "latest_universal")
 _RECOVERY = '''"""Writes the fp32 weights of a checkpoint in this folder to one file. Needs the package trilithon."""
@@ -35,13 +36,9 @@ if __name__ == "__main__":
 
 
 class Checkpoints(Settings):
-    """Mixed into the engine, whose attributes these are."""
+    """Mixed into the engine."""
 
     module: nn.Module
-    lr_scheduler: Any
-    global_steps: int
-    global_samples: int
-    skipped_steps: int
 
     def save_checkpoint(
         self, save_dir: str | os.PathLike[str], tag: str | None = None, client_state: Mapping[str, Any] | None = None,
@@ -51,9 +48,7 @@ class Checkpoints(Settings):
         if not isinstance(save_dir, str | os.PathLike) or not os.fspath(save_dir):
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         carried = {
-            "global_steps": self.global_steps,
-            "global_samples": self.global_samples,
-            "skipped_steps": self.skipped_steps,
+            **{name: getattr(self, name) for name in _COUNTERS},
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None,
             "ds_config": self.config,
             "ds_version": version,
@@ -87,11 +82,9 @@ class Checkpoints(Settings):
             return None, None
         with open_checkpoint(root, str(tag) if tag is not None else None) as reader:
             extra = reader.extra
-        optimizer = load_optimizer_states and not load_module_only and self.basic_optimizer is not None
-        parts = ["weights"]
-        if not load_module_only and self.basic_optimizer is not None:
-            parts.append("counters")
-        if optimizer:
+        goes_on = not load_module_only and self.basic_optimizer is not None
+        parts = ["weights", "counters"] if goes_on else ["weights"]
+        if goes_on and load_optimizer_states:
             parts += ["optimizer", "scaler"]
             if extra.get("schedule") and extra["schedule"]["scheduler"] is None:
                 parts.append("schedule")  # the rates that the groups had; a scheduler's own state is below
@@ -99,15 +92,14 @@ class Checkpoints(Settings):
         client_state = dict(report.client_state)
         carried = client_state.pop(_CARRIED, {})
         if not load_module_only:
-            steps = self.native.steps + self.native.skipped_steps
-            self.global_steps = carried.get("global_steps", steps)
-            self.global_samples = carried.get("global_samples", self.native.global_samples)
-            self.skipped_steps = carried.get("skipped_steps", self.native.skipped_steps)
+            native = self.native
+            own = (native.steps + native.skipped_steps, native.global_samples, native.skipped_steps)
+            vars(self).update({name: carried.get(name, count) for name, count in zip(_COUNTERS, own)})
             if load_lr_scheduler_states and self.lr_scheduler is not None:
                 self._load_scheduler(carried.get("lr_scheduler"), extra.get("schedule"))
         known = {"ds_config": carried.get("ds_config"), "ds_version": carried.get("ds_version", version)}
-        told = {"global_samples": self.global_samples, "dp_world_size": reader.manifest.world_size}
-        return str(report.path / "MANIFEST.json"), {**known, **told, **client_state}
+        known |= {"global_samples": self.global_samples, "dp_world_size": reader.manifest.world_size}
+        return str(report.path / "MANIFEST.json"), {**known, **client_state}
 
     def _load_scheduler(self, own: Mapping[str, Any] | None, saved: Mapping[str, Any] | None) -> None:
         if own is None and saved is not None:  # written without this adapter, by our engine or by DeepSpeed
@@ -119,18 +111,14 @@ class Checkpoints(Settings):
         else:
             self.lr_scheduler.load_state_dict(dict(own))
 
-    # ------------------------------------------------------------------------------------------------ whole weights
     def save_16bit_model(
         self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
         """Collective: rank 0 writes the weights in the type that forward reads. True if it did."""
         if self._config.zero_optimization_stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
-            logger.info(
-                "%s was not saved: set zero_optimization.stage3_gather_16bit_weights_on_model_save to true, or use "
-                "save_checkpoint, which any number of ranks can read",
-                save_filename,
-            )
+            way = "set zero_optimization.stage3_gather_16bit_weights_on_model_save, or use save_checkpoint"
+            logger.info("%s was not saved: %s, which any number of ranks can read", save_filename, way)
             return False
         state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
         if state is not None:
@@ -156,10 +144,9 @@ class Checkpoints(Settings):
     ) -> dict[str, Any]:  # fmt: skip
         """The module's own, with what this rank holds."""
         state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if exclude_frozen_parameters:
-            for name, param in self.module.named_parameters():
-                if not param.requires_grad:
-                    state.pop(prefix + name, None)
+        for name, param in self.module.named_parameters() if exclude_frozen_parameters else ():
+            if not param.requires_grad:
+                state.pop(prefix + name, None)
         return state
 
     def load_module_state_dict(
@@ -167,8 +154,6 @@ class Checkpoints(Settings):
     ) -> None:
         """Whole weights under "module", the same on every rank. Collective."""
         if custom_load_fn is not None:
-            raise ProtocolError(
-                "load_module_state_dict(custom_load_fn=...): change the dictionary before, and leave it out."
-            )
+            raise ProtocolError("load_module_state_dict(custom_load_fn=...): change the dictionary before instead.")
         with gathered(list(self.module.parameters()), modify=0):
             self.module.load_state_dict(checkpoint["module"], strict=strict)

@@ -23,7 +23,6 @@ def _block(engine: Any, name: str) -> Mapping[str, Any]:
 
 
 def _told(path: str) -> Callable[[Any], Any]:
-    """A method that returns what lies at `path` below the engine."""
     read = attrgetter(path)
     return lambda engine: read(engine)  # noqa: PLW0108 (classes bind functions, and not attrgetters)
 
@@ -71,11 +70,6 @@ class Settings:
 
     native: Engine
     _config: DeepSpeedConfig
-    config: dict[str, Any]
-    basic_optimizer: torch.optim.Optimizer | None
-    dp_world_size: int
-    _accumulation: int
-    _micro_size: int
 
     if TYPE_CHECKING:
 
@@ -106,8 +100,7 @@ class Settings:
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        native = self._config.native
-        return _DTYPES[native.zero.comm_dtype or native.precision.kind]
+        return _DTYPES[self._config.native.zero.comm_dtype or self._config.native.precision.kind]
 
 
 for _name, _answer in _ANSWERS.items():

@@ -9,6 +9,5 @@ from torch.profiler import record_function
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, under its name in profiles."""
     named: Callable[..., Any] = record_function(func.__qualname__)(func)
     return named

@@ -1,9 +1,8 @@
 """Whole and local tensors of one parameter (`deepspeed.utils.safe_get_...`), on `Engine.view` and `Engine.rewrite`.
 
-optim_state_key: a state of the optimizer, by the native rules' names (exp_avg, exp_avg_sq and so on); for the
-functions that do not take it, "master" (fp32 values) and "grad" (the mean gradient, unscaled, between backward and
-step). Whole tensors are collective, at every stage. Local ones are this rank's part of a parameter at stage 3: a range
-of its flattened elements as the engine cuts them, flat, maybe empty; the first gradient after a backward is collective.
+optim_state_key: a kind of tensor of `Engine.view`, such as "exp_avg"; functions that do not take it are about "master"
+(fp32 values) or "grad" (the mean gradient, unscaled, between backward and step). Whole tensors are collective, at every
+stage; local ones are this rank's part of a parameter at stage 3, flat, maybe empty, their first gradient collective.
 """
 
 from __future__ import annotations
@@ -64,19 +63,14 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """[n] as `safe_get_local_optimizer_state` gives it."""
     engine, name = _stage3(param)
     engine.rewrite_own(optim_state_key, name, value)
 
 
-safe_get_full_fp32_param = partial(safe_get_full_optimizer_state, optim_state_key="master")
-safe_get_full_grad = partial(safe_get_full_optimizer_state, optim_state_key="grad")
-safe_set_full_fp32_param = partial(safe_set_full_optimizer_state, optim_state_key="master")
-safe_set_full_grad = partial(safe_set_full_optimizer_state, optim_state_key="grad")
-safe_get_local_fp32_param = partial(safe_get_local_optimizer_state, optim_state_key="master")
-safe_get_local_grad = partial(safe_get_local_optimizer_state, optim_state_key="grad")
-safe_set_local_fp32_param = partial(safe_set_local_optimizer_state, optim_state_key="master")
-safe_set_local_grad = partial(safe_set_local_optimizer_state, optim_state_key="grad")
+for _verb in ("get_full", "set_full", "get_local", "set_local"):
+    _function = globals()[f"safe_{_verb}_optimizer_state"]
+    for _name, _kind in {"fp32_param": "master", "grad": "grad"}.items():
+        globals()[f"safe_{_verb}_{_name}"] = partial(_function, optim_state_key=_kind)
 
 
 def safe_update_full_grad_vectorized(
@@ -84,6 +78,5 @@ def safe_update_full_grad_vectorized(
 ) -> None:
     """Each gradient becomes update_func(whole gradient, parameter)."""
     for param in params:
-        gradient = safe_get_full_grad(param)
-        if gradient is not None:
-            safe_set_full_grad(param, update_func(gradient, param))
+        if (gradient := safe_get_full_optimizer_state(param, "grad")) is not None:
+            safe_set_full_optimizer_state(param, update_func(gradient, param), "grad")

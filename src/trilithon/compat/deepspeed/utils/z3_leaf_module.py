@@ -1,45 +1,28 @@
-"""Modules whose parameters are gathered as one unit at stage 3: `set_z3_leaf_modules` and its relatives.
+"""Modules whose parameters are gathered as one unit at stage 3, on `trilithon.zero.one_unit`.
 
-They are marked before deepspeed.initialize(), which hands their classes on as `zero.unit_classes`. Modules of experts
-that ranks use differently need it, since all ranks have to gather the same. Functions that are asked for several raise
-ValueError, unless told not to, if no module of the model is one of them.
+They are marked before deepspeed.initialize(). Functions that are asked for several raise ValueError, unless told not
+to, if no module of the model is one of them.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-_LEAVES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+from trilithon import zero
 
-
-def z3_leaf_module(model: nn.Module) -> bool:
-    """The module is marked."""
-    return model in _LEAVES
-
-
-def z3_leaf_parameter(param: Any) -> bool:
-    """The parameter belongs to a marked module."""
-    return any(param is one for module in list(_LEAVES) for one in module.parameters())
-
-
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The marked modules of a model."""
-    return [module for module in model.modules() if module in _LEAVES]
-
-
-def leaf_classes(model: nn.Module) -> tuple[str, ...]:
-    """Names of the classes of the marked modules, for `zero.unit_classes`."""
-    return tuple(dict.fromkeys(type(module).__name__ for module in get_z3_leaf_modules(model)))
+z3_leaf_module = z3_leaf_parameter = zero.is_one_unit
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark one module, or take its mark away."""
-    (_LEAVES.add if flag else _LEAVES.discard)(model)
+    zero.one_unit(model, flag)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if zero.is_one_unit(module)]
 
 
 def _set(
@@ -52,7 +35,7 @@ def _set(
         kinds = sorted({type(module).__name__ for _, module in named})
         raise ValueError(f"no module of the model is {wanted}; its classes are {kinds[:12]}.")
     for module in found:
-        set_z3_leaf_module(module, flag)
+        zero.one_unit(module, flag)
     return found, [one for one in wanted if not any(fits(name, module, one) for name, module in named)]
 
 
@@ -76,12 +59,12 @@ unset_z3_leaf_modules = partial(set_z3_leaf_modules, flag=False)
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their names in the model; returns (modules, names that were not found)."""
+    """By their names in the model; returns (modules, names that were not found)."""
     return _set(model, module_names, raise_if_not_found, lambda name, _, wanted: name == wanted)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules whose names end so; returns (modules, suffixes that fit none)."""
+    """By how their names end; returns (modules, suffixes that fit none)."""
     return _set(model, module_name_suffixes, raise_if_not_found, lambda name, _, end: name.endswith(end))

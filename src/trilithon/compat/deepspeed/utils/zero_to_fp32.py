@@ -53,10 +53,8 @@ def _files(checkpoint_dir: str, pattern: str) -> list[str]:
     """In rank order. Raises FileNotFoundError in a checkpoint that DeepSpeed did not write."""
     found = [str(path) for path in Path(checkpoint_dir).glob(pattern)]
     if not found:
-        raise FileNotFoundError(
-            f"{checkpoint_dir} holds no {pattern}: DeepSpeed did not write it. For a checkpoint of trilithon use "
-            "get_fp32_state_dict_from_zero_checkpoint, or `trilithon checkpoint export`."
-        )
+        way = "a checkpoint of trilithon is read by get_fp32_state_dict_from_zero_checkpoint"
+        raise FileNotFoundError(f"{checkpoint_dir} holds no {pattern}: DeepSpeed did not write it; {way}.")
     return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)])
 
 
@@ -65,12 +63,10 @@ get_model_state_files = partial(_files, pattern="*_model_states.pt")
 
 
 def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
-    """That of rank 0."""
     return _files(checkpoint_dir, f"{'' if zero_stage <= 2 else 'zero_pp_rank_0_'}mp_rank_00_model_states.pt")[0]
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The command line."""
     p = argparse.ArgumentParser(prog="zero_to_fp32", description="Plain fp32 weights out of a checkpoint.")
     p.add_argument("checkpoint_dir", help="the folder that holds the checkpoints")
     p.add_argument("output_dir", help="where the weights go")

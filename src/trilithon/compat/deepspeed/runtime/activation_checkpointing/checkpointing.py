@@ -23,11 +23,11 @@ _SETTINGS = (
     ("synchronize_checkpoint_boundary", "synchronize", "synchronize"),
     ("profile", "profile", "profile"),
 )
-_SAID: dict[str, Any] = {"group": None, "layers": 1, "rank": 0}
 
 checkpoint = non_reentrant_checkpoint = native.checkpoint
 is_configured, reset = native.is_configured, native.reset
 get_cuda_rng_tracker, CudaRNGStatesTracker = native.random_streams, native.RandomStreams
+model_parallel_cuda_manual_seed = native.seed_streams
 
 
 def configure(
@@ -51,42 +51,22 @@ def configure(
     if said["contiguous"]:
         assert said["partition"], "contiguous_checkpointing is only available with partition_activations"
         assert said["number"] is not None, "contiguous_checkpointing needs the number of checkpoints"
-    _SAID["group"], _SAID["rank"] = None, 0
+    group = None
     for name in ("slice_parallel", "model_parallel", "tensor_model_parallel"):  # the last one that is there counts
-        if hasattr(mpu_, f"get_{name}_group"):
-            _SAID["group"] = getattr(mpu_, f"get_{name}_group")()
-            _SAID["rank"] = getattr(mpu_, f"get_{name}_rank", lambda: 0)()
-    _apply(said)
-
-
-def _apply(said: Mapping[str, Any]) -> None:
-    settings = {name: value for name, value in said.items() if name != "host" and value is not None}
-    settings["tier"] = "host" if said.get("host") else "device"
-    if _SAID["group"] is None:
-        settings.pop("partition", None)
-    native.configure(settings, group=_SAID["group"], num_layers=_SAID["layers"])
+        group = getattr(mpu_, f"get_{name}_group", lambda found=group: found)()
+    settings = {name: value for name, value in said.items() if value is not None}
+    settings["tier"] = "host" if settings.pop("host", False) else "device"
+    native.configure({**settings, "partition": bool(said["partition"]) and group is not None}, group=group)
 
 
 def set_num_layers(nlayers: int) -> None:
     """So many inputs are kept at a time, for the size of contiguous buffers."""
-    _SAID["layers"] = nlayers
-    _again({})
+    native.reconfigure(num_layers=nlayers)
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Cut inputs over the tensor ranks, or leave them whole."""
-    _again({"partition": partition_activation})
-
-
-def _again(changes: Mapping[str, Any]) -> None:
-    settings = native.configured()
-    said = settings.model_dump(exclude_defaults=True) if settings is not None else {}
-    _apply({**said, "host": said.pop("tier", "device") == "host", **changes})
-
-
-def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Equal random numbers on all tensor ranks, and others on each in `get_cuda_rng_tracker().fork()`."""
-    native.seed_streams(seed, int(_SAID["rank"]))
+    native.reconfigure({"partition": partition_activation and native.tensor_ranks()[1] > 1})
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:

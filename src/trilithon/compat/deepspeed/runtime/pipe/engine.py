@@ -20,8 +20,8 @@ class PipelineEngine(DeepSpeedEngine):
     _batches: Iterator[Any] | None = None
     _batch_fn: Callable[[Any], Any] | None = None
 
-    num_stages = property(lambda self: self.module.num_stages)
     stage_id = property(lambda self: self.native.mesh.part("pipe")[0])
+    num_stages = property(lambda self: self.native.mesh.part("pipe")[1])
     micro_batches = property(lambda self: self.gradient_accumulation_steps())
     grid = property(lambda self: self.module.mpu())
 
@@ -32,12 +32,10 @@ class PipelineEngine(DeepSpeedEngine):
         return bool(self.stage_id == self.num_stages - 1)
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Train from this loader, over and over."""
         self.training_dataloader = loader
         self._batches = iter(RepeatingLoader(loader))
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Train from this iterator."""
         self.training_dataloader, self._batches = None, iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
@@ -95,7 +93,6 @@ class PipelineEngine(DeepSpeedEngine):
     backward = step = forward
 
     def reset_activation_shape(self, *_: Any) -> None:
-        """Nothing to do: whatever is made of tensors travels between stages, in shapes that may change from step to
-        step, and losses beside the main one are added in loss_fn."""
+        """Nothing to do: what travels may change its shape, and losses beside the main one are added in loss_fn."""
 
     get_additional_losses = set_has_attention_mask = reset_activation_shape

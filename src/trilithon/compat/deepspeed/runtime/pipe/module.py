@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -66,12 +65,3 @@ class PipelineModule(trilithon.PipelineModule):
 
     def num_pipeline_stages(self) -> int:
         return self.num_stages
-
-    def find_layer_type(self, layername: str) -> list[int]:
-        """Places of the layers whose class is called so, as a regular expression without regard to case. Raises
-        RuntimeError if there are none."""
-        pattern = re.compile(layername, re.IGNORECASE)
-        found = [index for index, layer in enumerate(self.pipeline_layers()) if pattern.search(layer.kind)]
-        if not found:
-            raise NotALayerError(f"no layer is called {layername}.")
-        return found

@@ -25,7 +25,6 @@ class ProcessTopology:
         return self._mesh.world_size
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at coordinates that name every axis."""
         return self._mesh.rank(coord_kwargs)
 
     def get_axis_names(self) -> list[str]:
@@ -50,11 +49,9 @@ class ProcessTopology:
         return [list(group) for group in self._mesh.groups(axis)] if axis in self.axes else []
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """The ranks with these coordinates."""
         return self._mesh.ranks_at(filter_kwargs)
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks at one place of one axis."""
         return self._mesh.ranks_at({axis: idx})
 
 
@@ -86,23 +83,16 @@ class PipelineParallelGrid:
         self.topology = self._topo = topology if topology is not None else PipeDataParallelTopology(1, world)
         if self._topo.world_size() != world:
             raise ConfigError(f"the topology has {self._topo.world_size()} ranks, and {world} are running.")
-        here = self._topo.get_coord(self.global_rank)._asdict()
+        self._here = here = self._topo.get_coord(self.global_rank)._asdict()
         for family, axis in _FAMILIES.items():
             setattr(self, f"{family}_parallel_size", max(self._topo.get_dim(axis), 1))
             setattr(self, f"get_{family}_parallel_world_size", partial(max, self._topo.get_dim(axis), 1))
             setattr(self, f"get_{family}_parallel_rank", partial(int, here.get(axis, 0)))
-        self._here, self.stage_id, self.data_parallel_id = here, here.get("pipe", 0), here.get("data", 0)
+        self.stage_id, self.data_parallel_id = here.get("pipe", 0), here.get("data", 0)
+        for name in ("global_rank", "stage_id", "data_parallel_id"):
+            setattr(self, f"get_{name}", partial(getattr, self, name))
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == max(self._topo.get_dim("pipe"), 1) - 1
-
-    def get_global_rank(self) -> int:
-        return self.global_rank
-
-    def get_stage_id(self) -> int:
-        return int(self.stage_id)
-
-    def get_data_parallel_id(self) -> int:
-        return int(self.data_parallel_id)
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
         """The rank of another stage with this rank's other coordinates."""

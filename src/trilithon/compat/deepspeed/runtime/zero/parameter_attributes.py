@@ -1,9 +1,8 @@
 """The attributes that DeepSpeed sets on parameters of stage 3, as properties of `nn.Parameter`.
 
 They exist on parameters built under `zero.Init` and on those of an engine at stage 3; on any other parameter asking for
-one raises AttributeError, so that `hasattr` tells them apart. What differs from DeepSpeed: a cut parameter keeps its
-true `shape` and `numel()`, where there it is an empty tensor, and an engine cuts flat units, so that a rank's part of
-one parameter (`ds_tensor`) may be more or less than `partition_numel()` elements.
+one raises AttributeError, so that `hasattr` tells them apart. A cut parameter keeps its true `shape` and `numel()`, and
+a rank's part of it (`ds_tensor`) may be more or less than `partition_numel()` elements: an engine cuts flat units.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trilithon import zero
+from trilithon.compat.deepspeed.comm import get_world_size
 
 ZeroParamStatus = Enum("ZeroParamStatus", ["AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"])  # whether the values are here
 
@@ -55,7 +55,6 @@ def forget(params: Iterable[nn.Parameter]) -> None:
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """A parameter with the attributes of stage 3."""
     return isinstance(parameter, Tensor) and parameter in _RECORDS
 
 
@@ -66,18 +65,9 @@ def _read(name: str, param: nn.Parameter) -> Any:
     return _ATTRIBUTES[name](param, record)
 
 
-def _status(param: nn.Parameter, _: _Record) -> ZeroParamStatus:
-    return ZeroParamStatus.NOT_AVAILABLE if zero.is_cut(param) else ZeroParamStatus.AVAILABLE
-
-
 def _own(param: nn.Parameter, _: _Record) -> Tensor:
     own = zero.own_slice(param)
     return param.data.view(-1) if own is None else own.values
-
-
-def _persists(param: nn.Parameter, record: _Record) -> bool:
-    """Whole although nothing asks for it: smaller than `stage3_param_persistence_threshold`."""
-    return not zero.is_cut(param) and record.whole is None
 
 
 def _all_gather(param: nn.Parameter, param_list: Sequence[nn.Parameter] | None = None, **_ignored: Any) -> None:
@@ -104,17 +94,11 @@ def _partition(
         whole.close()
 
 
-def _partition_numel(param: nn.Parameter) -> int:
-    return -(-param.numel() // (dist.get_world_size() if dist.is_initialized() else 1))
-
-
-def _summary(
-    param: nn.Parameter, record: _Record, slice_shape: bool = False, use_debug_name: bool = False
-) -> dict[str, Any]:
-    numel, shape = param.numel(), tuple(param.shape)
-    summary = {"id": record.number, "status": _status(param, record).name, "numel": numel, "ds_numel": numel}
-    summary |= {"shape": shape, "ds_shape": shape, "requires_grad": param.requires_grad}
-    summary |= {"persist": _persists(param, record), "active_sub_modules": record.active}
+def _summary(param: Any, record: _Record, slice_shape: bool = False, use_debug_name: bool = False) -> dict[str, Any]:
+    summary = {"id": record.number, "status": param.ds_status.name, "active_sub_modules": record.active}
+    summary |= dict.fromkeys(("numel", "ds_numel"), param.numel())
+    summary |= dict.fromkeys(("shape", "ds_shape"), tuple(param.shape))
+    summary |= {"requires_grad": param.requires_grad, "persist": param.ds_persist}
     return summary | ({"ds_tensor.shape": tuple(_own(param, record).shape)} if slice_shape else {})
 
 
@@ -122,13 +106,13 @@ _ATTRIBUTES: dict[str, Callable[[nn.Parameter, _Record], Any]] = {
     "ds_id": lambda _, record: record.number,
     "ds_shape": lambda param, _: torch.Size(param.shape),
     "ds_numel": lambda param, _: param.numel(),
-    "ds_status": _status,
+    "ds_status": lambda param, _: ZeroParamStatus.NOT_AVAILABLE if zero.is_cut(param) else ZeroParamStatus.AVAILABLE,
     "ds_tensor": _own,
-    "ds_persist": _persists,
+    "ds_persist": lambda param, record: not zero.is_cut(param) and record.whole is None,  # whole, and nobody asked
     "ds_process_group": lambda *_: dist.group.WORLD if dist.is_initialized() else None,
     "ds_active_sub_modules": lambda _, record: record.active,
     "ds_summary": lambda param, record: partial(_summary, param, record),
     "all_gather": lambda param, _: partial(_all_gather, param),
     "partition": lambda param, _: partial(_partition, param),
-    "partition_numel": lambda param, _: partial(_partition_numel, param),
+    "partition_numel": lambda param, _: lambda: -(-param.numel() // get_world_size()),
 }

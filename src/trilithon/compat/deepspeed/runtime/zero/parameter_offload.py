@@ -1,16 +1,14 @@
 """What DeepSpeed's stage 3 hangs on a model, as far as programs reach for it: hooks, external parameters, generation.
 
-Our hooks gather whatever a forward uses and leave alone what is whole already, so that generation under
-`GatheredParameters` needs none of them to be removed: the lists of hooks here are empty.
+Our hooks leave alone what is whole already, so that none has to be removed for generation: their lists are empty.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -21,6 +19,11 @@ from trilithon.compat.deepspeed.runtime.zero.parameter_attributes import forget,
 from trilithon.compat.deepspeed.runtime.zero.partition_parameters import GatheredParameters, external_parameters
 from trilithon.engine.engine import Engine
 
+_METHODS: dict[str, Callable[[nn.Module], Iterable[tuple[str, nn.Parameter]]]] = {  # of every module of an engine
+    "ds_external_parameters": lambda module: external_parameters(module).items(),
+    "all_parameters": lambda module: [*module.named_parameters(recurse=False), *external_parameters(module).items()],
+}
+
 
 def adopt(engine: Engine) -> None:
     """A new engine: its parameters can be found from now on, and get the attributes of stage 3 if that is its stage."""
@@ -30,26 +33,20 @@ def adopt(engine: Engine) -> None:
             note(param)
         for module in engine.module.modules():
             zero.allow_unaware(module)
-            object.__setattr__(module, "ds_external_parameters", partial(_external, module))
-            object.__setattr__(module, "all_parameters", partial(_all_parameters, module))
+            for name, method in _METHODS.items():
+                object.__setattr__(module, name, partial(method, module))
 
 
 def release(engine: Engine) -> None:
-    """The engine is closed: parameters and modules are as they were."""
+    """The engine is closed: parameters and modules are as they were, unless another one has them by now."""
+    if engines.engine_of(engine.module)[0] is not engine:
+        return
     forget([param for param in engine.module.parameters() if engines.engine_of(param)[0] is engine])
     engines.unregister(engine)
     for module in engine.module.modules():
         zero.allow_unaware(module, allow=False)
-        for name in ("ds_external_parameters", "all_parameters"):
+        for name in _METHODS:
             vars(module).pop(name, None)
-
-
-def _external(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return iter(external_parameters(module).items())
-
-
-def _all_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return itertools.chain(module.named_parameters(recurse=False), _external(module))
 
 
 class DeepSpeedZeRoOffload:
@@ -60,11 +57,7 @@ class DeepSpeedZeRoOffload:
         self.forward_hooks: list[RemovableHandle] = []
         self.backward_hooks: list[RemovableHandle] = []
 
-    def get_param_coordinator(self) -> Self:
-        """The order of gathers, which is recorded anew by itself when it changes."""
-        return self
-
-    param_coordinator = property(get_param_coordinator)
+    param_coordinator = property(lambda self: self)  # the order of gathers, recorded anew by itself when it changes
 
     def is_invalid_trace(self) -> bool:
         return True

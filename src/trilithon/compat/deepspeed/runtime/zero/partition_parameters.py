@@ -1,9 +1,8 @@
 """`zero.Init` and `zero.GatheredParameters` on `trilithon.zero.init` and `trilithon.zero.gathered`.
 
-What differs from DeepSpeed. Parameters are built in the type that the program asks for, and the engine rounds them:
-masters begin with all their digits. Values may be read and written inside `Init`, and
-initial values are those of an ordinary construction. A write under `GatheredParameters` without `modifier_rank` raises
-on all ranks instead of being lost.
+Parameters are built in the type that the program asks for, and the engine rounds them: masters begin with all their
+digits. Values may be read and written inside `Init`, and are those of an ordinary construction. A write under
+`GatheredParameters` without `modifier_rank` raises on all ranks instead of being lost.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from trilithon import zero
-from trilithon.compat.deepspeed.runtime.zero.parameter_attributes import is_zero_param, note
-from trilithon.errors import ConfigError, ShardedParameterError
+from trilithon.compat.deepspeed.runtime.zero.parameter_attributes import note
+from trilithon.errors import ConfigError
 
 ZeroParamType = Enum("ZeroParamType", ["NORMAL", "PARTITIONED", "REMOTE"])  # ordinary, cut, or held elsewhere
 _orig_torch_arange = torch.arange  # transformers tells constructors apart by it
@@ -76,8 +75,7 @@ class Init(_Construction):
     dtype: floating tensors made inside have it; None leaves them as they are asked for. remote_device: None makes
     parameters on this rank's GPU if there is one; "cpu" where the program says; "nvme" there too, with the slices in
     files under `offload_param.nvme_path` until initialize() takes them over. config_dict_or_path is read for that path
-    alone: values of "auto" do not matter.
-    Raises ConfigError for a data_parallel_group smaller than the world, and for arguments that have no counterpart.
+    alone. Raises ConfigError for a group smaller than the world, and for arguments that have no counterpart.
     """
 
     def __init__(
@@ -97,10 +95,8 @@ class Init(_Construction):
         groups = [data_parallel_group, sequence_data_parallel_group]
         groups += [mpu.get_data_parallel_group()] if mpu is not None else []
         if enabled and any(group is not None and group.size() != dist.get_world_size() for group in groups):
-            raise ConfigError(
-                "zero.Init over a part of the ranks: build the model without it and give the mesh in the configuration "
-                "(mesh.tensor, mesh.sequence, mesh.pipe); initialize() cuts the parameters then."
-            )
+            way = "build the model without it and give the mesh in the configuration (mesh.tensor, mesh.pipe)"
+            raise ConfigError(f"zero.Init over a part of the ranks: {way}; initialize() cuts the parameters then.")
         self._enabled, self._dtype = enabled, dtype
         self._path = _slices_folder(config if config is not None else config_dict_or_path, remote_device)
         self._device = device_of_new_parameters(remote_device)
@@ -145,9 +141,7 @@ def _slices_folder(config: Mapping[str, Any] | str | Path | None, remote_device:
     offload = ((config or {}).get("zero_optimization") or {}).get("offload_param") or {}
     path, place = offload.get("nvme_path"), remote_device or offload.get("device")
     if remote_device == "nvme" and not path:
-        raise ConfigError(
-            'zero.Init(remote_device="nvme") needs zero_optimization.offload_param.nvme_path in its config.'
-        )
+        raise ConfigError('zero.Init(remote_device="nvme") needs offload_param.nvme_path in its config.')
     return Path(path) / "zero_init" if place == "nvme" and path else None
 
 
@@ -175,8 +169,6 @@ class GatheredParameters(ExitStack):
                 register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> Self:
-        if self._rank is None and _joined([p for p in self._params.values() if zero.is_cut(p)]):
-            return self
         concerned = zero.is_cut if self._rank is None else zero.is_held
         wanted = [p for key, p in self._params.items() if key not in _WRITTEN and concerned(p)]
         self.enter_context(zero.gathered(wanted, modify=self._rank))
@@ -187,29 +179,14 @@ class GatheredParameters(ExitStack):
         return self
 
 
-def _joined(params: Iterable[nn.Parameter]) -> bool:
-    """What is read inside a forward or backward of an engine becomes part of it: whole until it ends, and again in its
-    backward, where a function that saved the values needs them. False outside of one."""
-    try:
-        for param in params:
-            param.detach()
-    except ShardedParameterError:
-        return False
-    return True
-
-
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Say that `module` uses a parameter of another one. It is gathered there anyway; this only lists it.
-
-    Raises RuntimeError for what is not a Parameter.
-    """
+    """Say that `module` uses a parameter of another one: it is gathered there anyway, and this only lists it."""
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError(f"register_external_parameter takes a torch.nn.Parameter, got {type(parameter).__name__}.")
     external_parameters(module)[str(id(parameter))] = parameter
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Take it off the list. Raises RuntimeError if it is not there."""
     if external_parameters(module).pop(str(id(parameter)), None) is None:
         raise RuntimeError("this is not a parameter that was registered as external to the module.")
 
@@ -222,8 +199,3 @@ def external_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 class ZeRORuntimeException(RuntimeError):  # noqa: N818 (DeepSpeed's name)
     """A call or setting that does not go together with ZeRO."""
-
-
-def is_zero3_model(module: nn.Module) -> bool:
-    """Some parameter of the module is cut by stage 3."""
-    return any(is_zero_param(param) for param in module.parameters())

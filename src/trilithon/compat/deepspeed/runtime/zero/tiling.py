@@ -27,14 +27,10 @@ class TiledLinear(zero.TiledLinear):
         super().__init__(in_features, out_features, bias, in_splits=in_splits, out_splits=out_splits, **kwargs)
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
         if init_linear is not None:
-            self.copy_params_from(init_linear)
+            self.copy_from(init_linear)
 
     def forward(self, x: Tensor | Sequence[Tensor]) -> Any:
         parts = self.outputs(x if isinstance(x, Tensor) else torch.cat(list(x), dim=-1))
         return torch.cat(parts, dim=-1) if self.combine_out_splits else parts
 
-    @torch.no_grad()
-    def copy_params_from(self, other: nn.Linear) -> None:
-        """Take the values of a plain layer of the same size."""
-        with zero.gathered(other), zero.gathered(self, modify=0):
-            self.load_state_dict(dict(other.named_parameters(recurse=False)))
+    copy_params_from = zero.TiledLinear.copy_from
