@@ -13,6 +13,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import runpy
 import signal
 import socket
@@ -44,9 +45,12 @@ _AFTER_A_FAILURE_S = 5.0  # how long the other ranks may go on after one has fai
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that systems hand out by themselves, so that no other program gets it before rank 0 listens."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _run_rank(job: dict[str, Any], rank: int, port: int) -> None:

@@ -84,6 +84,7 @@ def main() -> None:
         num_stages=args.stages,
         loss_fn=next_token_loss,
         seed_layers=True,
+        seed_fn=torch.manual_seed,  # without one, DeepSpeed gives numpy's integers to random.seed: Python 3.11 refuses
         base_seed=1234,
         partition_method=args.partition_method,
     )
