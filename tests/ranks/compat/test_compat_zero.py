@@ -10,10 +10,10 @@ from torch import Tensor, nn
 import trilithon
 from against_plain import STAGES, engine_for, train_engine
 from trilithon.compat.deepspeed import utils, zero
-from trilithon.compat.deepspeed.engines import engine_of
 from trilithon.compat.deepspeed.runtime.zero import partition_parameters
 from trilithon.compat.deepspeed.runtime.zero.parameter_offload import adopt, release
 from trilithon.compat.deepspeed.utils import groups
+from trilithon.engine.owners import engine_of
 from trilithon.errors import ConfigError, ProtocolError, ShardedParameterError
 from trilithon.testing import ranks
 from trilithon.testing.models import MLP
