@@ -39,7 +39,9 @@ def init_distributed(backend: str | None = None, timeout_s: float = 1800.0, *, a
     timeout = timedelta(seconds=timeout_s)
     if not os.environ.get("RANK") and not os.environ.get("WORLD_SIZE"):
         if alone:
-            dist.init_process_group(backend or "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(
+                backend or "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
+            )
         return alone
     missing = [name for name in _ENVIRONMENT if not os.environ.get(name)]
     if missing:
