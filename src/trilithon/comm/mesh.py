@@ -26,17 +26,23 @@ __all__ = ["Axes", "axes_of", "init_distributed", "make_mesh", "own_process_grou
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def init_distributed(backend: str | None = None, timeout_s: float = 1800.0) -> bool:
+def init_distributed(backend: str | None = None, timeout_s: float = 1800.0, *, alone: bool = False) -> bool:
     """Join the process group that the environment describes, as torchrun sets it.
 
     Returns True when a process group is initialised (now or already, by anyone) and False for a plain single process,
-    that is when neither RANK nor WORLD_SIZE is set. `backend` None means gloo, and NCCL beside it for CUDA tensors
+    that is when neither RANK nor WORLD_SIZE is set; with `alone` such a process gets a group of its own, so that a
+    program may call collectives in either case. `backend` None means gloo, and NCCL beside it for CUDA tensors
     where CUDA is usable. Raises ConfigError when the environment is half set or its values contradict each other.
     """
     if dist.is_initialized():
         return True
+    timeout = timedelta(seconds=timeout_s)
     if not os.environ.get("RANK") and not os.environ.get("WORLD_SIZE"):
-        return False
+        if alone:
+            dist.init_process_group(
+                backend or "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
+            )
+        return alone
     missing = [name for name in _ENVIRONMENT if not os.environ.get(name)]
     if missing:
         present = ", ".join(f"{name}={os.environ[name]}" for name in _ENVIRONMENT if os.environ.get(name))
@@ -51,7 +57,6 @@ def init_distributed(backend: str | None = None, timeout_s: float = 1800.0) -> b
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or rank) % torch.cuda.device_count())
         backend = backend or "cpu:gloo,cuda:nccl"
-    timeout = timedelta(seconds=timeout_s)
     if not attempt.outlives_ranks():
         dist.init_process_group(backend or "gloo", timeout=timeout)
         return True
@@ -91,8 +96,6 @@ def own_process_group(
     split: Callable[[list[int]], list[list[int]]] | None = None, backend: str | None = None,
 ) -> dist.ProcessGroup | None:  # fmt: skip
     """A new process group over this rank's peers on one axis, or on several; None without a mesh.
-
-    split: cuts the ranks of an axis, in order, into smaller groups.
 
     split: cuts the ranks of an axis, in order, into smaller groups.
 

@@ -111,15 +111,20 @@ _OPTIMIZERS: dict[str, _Rule] = {
         {"bias_correction": False, **_UNSCALED},
     ),
 }
+_DEEPSPEEDS = ("muon", "muadam", "muadamw", "musgd")
+OWN_OPTIMIZERS = frozenset({*_OPTIMIZERS, *_DEEPSPEEDS})
+"""Types, in small letters, that are not looked up in torch.optim."""
+
 _REFUSED = {
-    **dict.fromkeys(("muon", "muadam", "muadamw", "musgd"), "this optimizer is"),
+    **dict.fromkeys(_DEEPSPEEDS, "this optimizer is"),
     **dict.fromkeys(
         ("rmsprop", "adadelta", "adamax", "nadam", "radam", "asgd", "rprop", "sparseadam", "lbfgs", "adafactor"),
         "by name, this optimizer of torch.optim is",
     ),
 }
 _OURS = ("kind", "after_total")  # keys of a schedule that are not parameters of DeepSpeed's
-_SCHEDULERS: dict[str, type[Section]] = {
+
+SCHEDULERS: dict[str, type[Section]] = {
     "WarmupLR": WarmupLr,
     "WarmupDecayLR": WarmupDecayLr,
     "WarmupCosineLR": WarmupCosineLr,
@@ -160,20 +165,20 @@ def read_scheduler(reader: Reader, block: Any) -> None:
     if opened is None:
         return
     name, params = opened
-    cls = _SCHEDULERS.get(name)
+    cls = SCHEDULERS.get(name)
     if cls is None:
-        close = nearest(name, _SCHEDULERS)
+        close = nearest(name, SCHEDULERS)
         reader.draft.problem(
             "scheduler.type",
             f"scheduler.type={show(name)}: unknown; {f'did you mean {close}? ' if close else ''}known are "
-            f"{', '.join(_SCHEDULERS)}. A scheduler of torch is passed to initialize(lr_schedule=...)",
+            f"{', '.join(SCHEDULERS)}. A scheduler of torch is passed to initialize(lr_schedule=...)",
         )
         return
     reader.put("lr_schedule.kind", cls.model_fields["kind"].default, "scheduler.type")
     table: dict[str, Entry] = {key: To(f"lr_schedule.{key}") for key in cls.model_fields if key not in _OURS}
     reader.draft.names.update({f"lr_schedule.{key}": f"scheduler.params.{key}" for key in table})
     table["last_batch_iteration"] = Only((-1, None), "a schedule begins at its start; a checkpoint moves it on")
-    tables = {other: dict.fromkeys(section.model_fields) for other, section in _SCHEDULERS.items()}
+    tables = {other: dict.fromkeys(section.model_fields) for other, section in SCHEDULERS.items()}
     reader.walk(_own(reader, "scheduler.params.", name, params, table, tables), table, "scheduler.params.")
     if reader.release == "0.16":
         _as_in_0_16(reader, cls, params)

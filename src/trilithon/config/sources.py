@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os
 import re
 import tomllib
 from collections import Counter
@@ -22,13 +23,17 @@ _COMMENT = re.compile(_STRING + r"|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
 _TRAILING_COMMA = re.compile(_STRING + r"|,(?=\s*[}\]])", re.DOTALL)
 
 
-def read(source: str | Path) -> tuple[dict[str, Any], str]:
+def read(source: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
     """The block a source holds and the name to show for it.
 
-    A `Path`, or text that names an existing file, is read (`.toml` as TOML, everything else as JSON). Other text is
+    A path, or text that names an existing file, is read (`.toml` as TOML, everything else as JSON). Other text is
     taken as JSON when it begins with `{` or a comment, else as urlsafe base64 of such text. Raises ConfigError.
     """
-    if isinstance(source, Path) or _is_file(source):
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"a configuration cannot be read from what is no path, JSON text or block of keys; got {show(source)}."
+        )
+    if isinstance(source, os.PathLike) or _is_file(source):
         return _read_file(Path(source)), str(source)
     if source.lstrip().startswith(("{", "//", "#", "/*")):
         return parse_json(source, "JSON text"), "JSON text"

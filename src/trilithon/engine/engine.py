@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trilithon.checkpoint.report import LoadReport, SaveProgress, SaveReport
 from trilithon.comm.collectives import Group
 from trilithon.contracts import Collectives
-from trilithon.engine import abandoned, memory, own_state, whole_tensors
+from trilithon.engine import abandoned, memory, own_state, owners, whole_tensors
 from trilithon.engine.across_stages import across_stages
 from trilithon.engine.checkpointing import Checkpointing
 from trilithon.engine.parts import Parts
@@ -48,6 +48,7 @@ class Engine(Training):
         self._tiled, self._recompute = parts.tiled, parts.recompute
         self.stateful: dict[str, Stateful] = {}
         self._checkpointing = Checkpointing(self, parts.topology.make_writers)
+        owners.register(self)
 
     # -------------------------------------------------------------------------------------------------- contexts
     @contextmanager
@@ -228,6 +229,7 @@ class Engine(Training):
         if self._applying is not None:
             self._applying.drain()
         self._closed = True
+        owners.unregister(self)
         if give_back is None:
             sharding, room = self._sharding, memory.has_room_for(self.module, self.device)
             give_back = sharding.stage < 3 or all(sharding.exchange(room, "room for whole parameters"))
@@ -255,5 +257,6 @@ class Engine(Training):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:  # the other ranks may not take part any more
+            owners.unregister(self)
             return abandoned.let_go(self._sharding, self._update, self._applying, self.config.offload)
         self.close()

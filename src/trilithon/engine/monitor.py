@@ -102,10 +102,13 @@ class JsonLines:
 
 
 class Csv:
-    """One file for each value, `loss.csv` with the columns step, time and value: values may appear at any step."""
+    """One file for each value, `loss.csv` with the columns step, time and value: values may appear at any step.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    times: False leaves the seconds out, for readers of two columns.
+    """
+
+    def __init__(self, folder: Path, *, times: bool = True) -> None:
+        self._folder, self._times = folder, times
         self._files: dict[str, WholeLines] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -114,8 +117,8 @@ class Csv:
             if name not in self._files:
                 self._files[name] = WholeLines(self._folder / f"{name.replace('/', '_')}.csv")
             if self._files[name].empty:
-                self._files[name].write("step,time,value")
-            self._files[name].write(f"{step},{seconds:.3f},{value!r}")
+                self._files[name].write("step,time,value" if self._times else "step,value")
+            self._files[name].write(f"{step},{seconds:.3f},{value!r}" if self._times else f"{step},{value!r}")
 
     def close(self) -> None:
         for lines in self._files.values():

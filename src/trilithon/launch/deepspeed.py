@@ -12,6 +12,7 @@ import base64
 import json
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -124,6 +125,27 @@ def node_arguments(args: argparse.Namespace) -> tuple[list[str], list[int]]:
 def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
     """Machine -> slots as `node_arguments` reads them: JSON in urlsafe base64."""
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
+
+
+def slots_by_host(path: str) -> dict[str, int] | None:
+    """Machine -> slots, in the order of a host file; None if there is no file. Raises ValueError for a bad one."""
+    if not Path(path).is_file():
+        return None
+    return OrderedDict((host.name, len(host.slots)) for host in read_host_file(path))
+
+
+def filter_slots(
+    host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
+) -> dict[str, list[int]]:
+    """What a filter leaves of machine -> slots. Raises ValueError for a wrong filter, and when nothing is left."""
+    hosts = [Host(name, tuple(slots)) for name, slots in host_info.items()]
+    left = select(hosts, include_str or None, exclude_str or None)
+    return OrderedDict((host.name, list(host.slots)) for host in left)
+
+
+def filter_slot_counts(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
+    """As `filter_slots`, from machine -> number of slots."""
+    return filter_slots({name: range(count) for name, count in resource_pool.items()}, inclusion, exclusion)
 
 
 def main(args: Sequence[str] | None = None) -> None:

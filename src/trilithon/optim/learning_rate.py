@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trilithon import schedules
-from trilithon.errors import CheckpointError, ConfigError
+from trilithon.errors import CheckpointError, ConfigError, ProtocolError
 from trilithon.optim import deepspeed_schedules as deepspeed
 from trilithon.optim.elementwise import Settings
 from trilithon.optim.groups import Group, OptimizerSettings
@@ -32,27 +32,39 @@ class Factor:
     schedule: schedules.Schedule
 
 
+class WithGroups(Protocol):
+    """A torch optimizer, or what wraps one. Its groups are looked up at every use: loading a state makes new ones."""
+
+    @property
+    def param_groups(self) -> Sequence[Settings]: ...
+
+
 AnySchedule = OptimizerSettings | LRScheduler | Factor | schedules.Schedule | None
 
 
 class LearningRate:
     """Sets the rates of `groups`: at once for the first update, then at each `advance`.
 
-    schedule: a section of the configuration; a torch scheduler over the same optimizer, which is stepped after each
-    applied update; a function from step (from 0) to the rate; a `Factor`; or None, which leaves the rates to whoever
-    edits the groups. Raises ConfigError for a scheduler that belongs to another optimizer or needs a metric.
+    groups: or the torch optimizer that has them, for a program that makes its own steps. schedule: a section of the
+    configuration; a torch scheduler over the same optimizer, which is stepped after each applied update; a function
+    from step (from 0) to the rate; a `Factor`; or None, which leaves the rates to whoever edits the groups. Raises
+    ConfigError for a scheduler that belongs to another optimizer or needs a metric.
     """
 
-    def __init__(self, groups: Sequence[Settings], schedule: AnySchedule = None) -> None:
-        self.groups = groups
+    def __init__(self, groups: Sequence[Settings] | WithGroups, schedule: AnySchedule = None) -> None:
+        self._groups = groups
         self._updates = 0
         self._scheduler: LRScheduler | None = None
         self._plans: list[GroupSchedule] = []
         if isinstance(schedule, LRScheduler):
-            self._scheduler = _checked(schedule, groups)
+            self._scheduler = _checked(schedule, self.groups)
         elif schedule is not None:
-            self._plans = _plans(groups, schedule)
+            self._plans = _plans(self.groups, schedule)
         self._set()
+
+    @property
+    def groups(self) -> Sequence[Settings]:
+        return self._groups if isinstance(self._groups, Sequence) else self._groups.param_groups
 
     @property
     def updates(self) -> int:
@@ -81,6 +93,17 @@ class LearningRate:
                 group.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers that the user keeps
         if self._scheduler is not None:
             self._scheduler.step()
+        self._set()
+
+    def move_to(self, updates: int) -> None:
+        """The rates for the update after this many, forwards or backwards. Raises ProtocolError with a torch scheduler,
+        which knows the next step only."""
+        if self._scheduler is not None:
+            raise ProtocolError(
+                f"a {type(self._scheduler).__name__} cannot be moved to update {updates}. Load its state, or use a "
+                "schedule of the configuration."
+            )
+        self._updates = updates
         self._set()
 
     def _set(self) -> None:

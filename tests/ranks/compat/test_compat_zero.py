@@ -10,10 +10,10 @@ from torch import Tensor, nn
 import trilithon
 from against_plain import STAGES, engine_for, train_engine
 from trilithon.compat.deepspeed import utils, zero
-from trilithon.compat.deepspeed.engines import engine_of
 from trilithon.compat.deepspeed.runtime.zero import partition_parameters
 from trilithon.compat.deepspeed.runtime.zero.parameter_offload import adopt, release
 from trilithon.compat.deepspeed.utils import groups
+from trilithon.engine.owners import engine_of
 from trilithon.errors import ConfigError, ProtocolError, ShardedParameterError
 from trilithon.testing import ranks
 from trilithon.testing.models import MLP
@@ -199,6 +199,7 @@ def test_whole_tensors_are_read_and_written_at_every_stage(world_size, precision
             after = utils.safe_get_full_optimizer_state(weight, "exp_avg")
             assert torch.allclose(after, moment * 3 * 0.9, rtol=1e-5)
             release(engine)
+            engine.close()
             assert utils.safe_get_full_fp32_param(weight) is None
 
 

@@ -1,4 +1,5 @@
 import pytest
+import torch
 import torch.distributed as dist
 
 from trilithon.comm.mesh import Axes, axes_of, init_distributed, make_mesh, own_process_group
@@ -60,6 +61,16 @@ def test_a_plain_process_needs_no_process_group(environment):
     assert init_distributed() is False
     assert make_mesh() is None
     assert own_process_group(None) is None
+
+
+def test_a_plain_process_may_have_a_group_of_its_own(environment):
+    assert init_distributed(alone=True) is True
+    try:
+        assert dist.get_world_size() == 1
+        dist.all_reduce(value := torch.ones(2))
+        assert value.tolist() == [1.0, 1.0]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_half_set_environment_names_what_is_missing_and_how_to_start(environment):

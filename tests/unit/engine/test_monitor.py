@@ -9,7 +9,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trilithon.config import MonitorConfig
-from trilithon.engine.monitor import Meter, Monitor
+from trilithon.engine.monitor import Csv, Meter, Monitor
 from trilithon.errors import ConfigError
 
 
@@ -41,6 +41,13 @@ def test_values_that_are_not_finite_still_make_valid_json(tmp_path):
     monitor.close()
     (line,) = lines(tmp_path / "metrics.jsonl")
     assert line["loss"] is None and line["norm"] is None
+
+
+def test_csv_leaves_the_seconds_out_where_two_columns_are_read(tmp_path):
+    sink = Csv(tmp_path, times=False)
+    sink.write(3, 1.7e9, {"mine/value": 0.5})
+    sink.close()
+    assert (tmp_path / "mine_value.csv").read_text().splitlines() == ["step,value", "3,0.5"]
 
 
 def test_csv_has_one_file_for_each_value(tmp_path):

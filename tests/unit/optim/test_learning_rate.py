@@ -23,7 +23,7 @@ from trilithon.config.schedule import (
     WarmupDecayLr,
     WarmupLr,
 )
-from trilithon.errors import CheckpointError, ConfigError
+from trilithon.errors import CheckpointError, ConfigError, ProtocolError
 from trilithon.optim.groups import groups_of
 from trilithon.optim.learning_rate import Factor, LearningRate
 
@@ -263,3 +263,22 @@ def test_groups_with_names_are_recognised_as_the_schedulers_own() -> None:
     driver = LearningRate(groups_of(model, optimizer), lr_scheduler.ExponentialLR(optimizer, 0.5))
     driver.advance()
     assert driver.get_lr() == [0.05] and optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_a_program_moves_the_rates_of_its_own_optimizer_also_after_that_loaded_a_state() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    rate = LearningRate(optimizer, lambda step: 1.0 / (1 + step))
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    optimizer.load_state_dict(optimizer.state_dict())  # torch puts new groups in the place of the old ones
+    rate.move_to(3)
+    assert (rate.updates, rate.get_lr(), optimizer.param_groups[0]["lr"]) == (3, [0.25], 0.25)
+    rate.move_to(1)
+    rate.advance()
+    assert optimizer.param_groups[0]["lr"] == 1.0 / 3
+
+
+def test_a_torch_scheduler_cannot_be_moved_to_a_step() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    rate = LearningRate(optimizer, lr_scheduler.StepLR(optimizer, 2))
+    with pytest.raises(ProtocolError, match="a StepLR cannot be moved to update 3"):
+        rate.move_to(3)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import sys
 from collections.abc import Sequence
 
 import torch
 
 from trilithon import doctor
 from trilithon.compat.deepspeed.resolve import NAME
-from trilithon.version import __version__
+from trilithon.doctor.machine import versions
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -23,11 +22,9 @@ def main(args: Sequence[str] | None = None) -> None:
     if not flags.hide_operator_status:
         print("operators: none is compiled ahead; kernels are compiled on first use, with plain torch beside them")
     seen = [found.version for found in importlib.metadata.distributions(name=NAME)]
-    print(
-        f"deepspeed ......... {seen[0] if seen else 'not visible to this process'}\ntrilithon ......... {__version__}"
-    )
-    print(f"torch ............. {torch.__version__}\ncuda of torch ..... {torch.version.cuda or 'none'}")
-    print(f"python ............ {sys.version.split()[0]}")
+    shown = {NAME: seen[0] if seen else None, **versions(), "cuda of torch": torch.version.cuda}
+    for name, version in shown.items():
+        print(f"{name + ' ':.<19} {version or 'none'}")
     if not flags.hide_errors_and_warnings:
         print(doctor.as_text(doctor.examine(bandwidth=False)))
 

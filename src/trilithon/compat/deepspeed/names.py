@@ -24,7 +24,7 @@ ALIASES = {
 # Tables of lines: a module ("." is the package itself) and what there is to tell; a line goes on in the indented ones.
 
 # Names that are defined elsewhere: module, home and names. A home that begins with a dot is below this package;
-# `name=other` is called other there.
+# `name=other` is called other there, and * is any other name of the home.
 HOMES = """
 . .accelerator get_accelerator
 . .comm init_distributed
@@ -36,16 +36,16 @@ HOMES = """
 . .runtime.pipe.module PipelineModule
 . .runtime.zero.partition_parameters OnDevice
 . .utils.logging log_dist logger
-checkpoint .checkpoint.constants PARAMETER_TO_AVERAGE_PATTERNS PARAMETER_WITH_ROW_PARALLELISM_PATTERNS
-    PIPELINE_REPLICATED_PARAMETER_PATTERNS TP_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_INFO
-    VOCABULARY_PARAMETER_PATTERNS
+checkpoint .checkpoint.constants *
 checkpoint .checkpoint.utils clone_tensors_for_torch_save
 checkpoint.deepspeed_checkpoint .checkpoint DeepSpeedCheckpoint
 checkpoint.universal_checkpoint .checkpoint.utils SubparamShape
-comm torch.distributed ReduceOp is_available is_initialized
+comm torch.distributed ReduceOp is_available is_initialized allgather_fn=all_gather_into_tensor
+    reduce_scatter_fn=reduce_scatter_tensor *
 launcher.launch trilithon.launch.deepspeed main=node_main native_words=node_arguments parse_args=parse_node_args
 launcher.runner trilithon.launch.deepspeed DEEPSPEED_ENVIRONMENT_NAME=ENVIRONMENT_FILE DLTS_HOSTFILE=HOST_FILE
-    encode_world_info parse_args
+    encode_world_info fetch_hostfile=slots_by_host main parse_args parse_inclusion_exclusion=filter_slot_counts
+    parse_resource_filter=filter_slots
 moe.experts trilithon.parallel.moe.experts Experts
 monitor .monitor.monitor MonitorMaster
 ops.adagrad .ops.optimizers DeepSpeedCPUAdagrad
@@ -94,6 +94,7 @@ REFUSED = """
 . DualPipeVModule DualPipeVEngine: trilithon.PipelineModule with pipeline.schedule chooses among schedules.
 checkpoint DeepSpeedCheckpoint: Open a checkpoint, ours or DeepSpeed's, with trilithon.checkpoint.open_checkpoint.
 checkpoint.universal_checkpoint enable_universal_checkpoint: engine.load_checkpoint takes any checkpoint.
+comm log_summary: engine.native.ledger has the bytes of an engine's collectives; monitor.profile_step measures times.
 launcher.multinode_runner MultiNodeRunner PDSHRunner OpenMPIRunner MPICHRunner IMPIRunner SlurmRunner MVAPICHRunner:
     Hosts are started over ssh (`deepspeed --hostfile F`), or by srun, whose environment is read.
 module_inject LinearAllreduce LinearLayer replace_transformer_layer revert_transformer_layer set_autotp_mode: Set
@@ -124,6 +125,7 @@ INSTEAD = """
 . model_implementations: Models stay as they are; there are no replacements of layers.
 . linear: peft has LoRA.
 . datastates nebula: engine.save(blocking=False) writes checkpoints in the background.
+moe.utils split_params_grads_into_shared_and_expert_params: Split parameters, and read their `grad`.
 monitor wandb comet: monitor.csv and monitor.tensorboard are there.
 ops aio: offload.path in the configuration names where state rests on disk; trilithon.tiers has the files.
 ops transformer: Models keep their own layers; torch.compile makes them fast.
@@ -147,6 +149,7 @@ runtime.engine.DeepSpeedEngine timers flops_profiler: monitor.profile_step measu
 runtime.engine.DeepSpeedEngine amp_enabled dump_state fp16_auto_cast get_data_types use_node_local_storage
     zero_cpu_offload zero_offload_optimizer zero_offload_param: engine.config is what was written, and
     engine.native.config what became of it.
+runtime.config_utils dict_raise_error_on_duplicate_keys: trilithon.config.sources refuses keys that are twice.
 runtime.zero.utils is_zero3_model: trilithon.zero.is_cut(parameter) says it of one parameter.
 runtime.fp16 onebit: OneBitAdam, ZeroOneAdam and OneBitLamb are chosen by name in the configuration.
 utils.logging print_rank_0 warning_once: utils.logging has log_dist(message, ranks=[0]) and log_dist_once.

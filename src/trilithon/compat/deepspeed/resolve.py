@@ -61,6 +61,7 @@ def fill(module: ModuleType) -> Callable[[str], Any]:
     for home, *words in _HOMES.get(path, ()):
         for name, _, other in (word.partition("=") for word in words):
             homes[name] = (ROOT + home if home.startswith(".") else home, other or name)
+    any_other = homes.pop("*", None)
 
     def find(name: str) -> Any:
         if name in homes:
@@ -70,6 +71,8 @@ def fill(module: ModuleType) -> Callable[[str], Any]:
             value = refused(shown + name, refusals[name])
         elif name[0] != "_" and hasattr(module, "__path__") and importlib.util.find_spec(f"{module.__name__}.{name}"):
             value = import_module(f"{module.__name__}.{name}")
+        elif any_other and hasattr(import_module(any_other[0]), name):
+            value = getattr(import_module(any_other[0]), name)
         else:
             way = instead.get(name) or instead.get("*") or _ELSE
             raise MissingNameError(f"{NAME}.{shown}{name} does not exist here. {way}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from trilithon.parallel.moe.blocks import FeedForward
 from trilithon.parallel.moe.convert import ConvertedBlock, convert, layers, load_report
-from trilithon.parallel.moe.dense import dense_weights
+from trilithon.parallel.moe.dense import dense_routing, dense_weights
 from trilithon.parallel.moe.experts import Experts
 from trilithon.parallel.moe.gate import Gate
 from trilithon.parallel.moe.layer import MoE
@@ -26,6 +26,7 @@ __all__ = [
     "aggregate",
     "choose_experts",
     "convert",
+    "dense_routing",
     "dense_weights",
     "keep_experts",
     "layers",

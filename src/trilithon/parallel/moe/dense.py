@@ -1,6 +1,6 @@
 """Routing as a dense table over tokens, experts and slots, for layers written as products over all of them.
 
-    weights = dense_weights(probs, decide(logits, probs, rule, None, generator), rule)
+    balance_loss, weights, tokens_by_expert = dense_routing(logits, rule)
     inputs = torch.einsum("sec,sm->ecm", (weights != 0).to(x.dtype), x)      # of every slot of every expert
     y = torch.einsum("sec,ecm->sm", weights, outputs)
 
@@ -15,7 +15,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trilithon.parallel.moe.gate import Choice, RoutingRule, combine_weights
+from trilithon.parallel.moe.gate import Choice, RoutingRule, combine_weights, decide
+
+
+def dense_routing(
+    logits: Tensor, rule: RoutingRule, used: Tensor | None = None, *, counted: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Route tokens by their scores alone. Returns (balance loss [], weights [S, E, C], tokens by expert [E] i64).
+
+    logits: [S, E]; used: [S] bool, tokens that are not padding. The loss is E times the sum over experts of (mean
+    probability x share of tokens), where the first `counted` choices of a token count (Lepikhin et al. 2020,
+    arXiv:2006.16668, section 2.2). What is drawn follows torch's default generator of the host. Raises ConfigError for
+    a rule that does not fit the number of experts.
+    """
+    scores = logits.float()
+    probs = scores.softmax(dim=1)
+    generator = torch.Generator(logits.device).manual_seed(int(torch.randint(2**62, ()))) if rule.random else None
+    choice = decide(scores, probs, rule, used, generator)
+    taken = choice.experts if choice.used is None else choice.experts[choice.used]
+    numbers = torch.bincount(taken[:, :counted].reshape(-1), minlength=logits.shape[1])
+    loss = logits.shape[1] * (probs.mean(0) * numbers / (len(logits) * counted)).sum()
+    return loss, dense_weights(probs, choice, rule, choice_major=rule.k <= 2), choice.routed
 
 
 def dense_weights(probs: Tensor, choice: Choice, rule: RoutingRule, *, choice_major: bool = True) -> Tensor:

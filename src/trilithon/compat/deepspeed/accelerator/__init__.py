@@ -14,9 +14,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from trilithon.compat.deepspeed.comm import get_local_rank
 from trilithon.compat.deepspeed.names import ROOT
 from trilithon.errors import ConfigError
 from trilithon.tiers.host import available_host_bytes
+
+_BUILDERS = f"{ROOT}.ops.op_builder"
 
 
 def _calls(function: Callable[..., Any], passed: int = 0) -> Callable[..., Any]:
@@ -28,38 +31,21 @@ def _always(value: Any) -> Callable[..., Any]:
     return _calls(lambda: value)
 
 
-def _number(*variables: str, default: int) -> Callable[..., Any]:
-    """A method that returns the first of these variables that the launcher has set."""
-    return _calls(lambda: int(next(filter(None, map(os.environ.get, variables)), default)))
-
-
 class DeepSpeedAccelerator:
-    """What both kinds of device have. Names of tensor types and the like are those of torch."""
+    """What both kinds of device have. Types of tensors are torch's; the rest is torch.cuda's or torch.cpu's."""
 
     _name: ClassVar[str]
-    BoolTensor, ByteTensor, IntTensor, LongTensor = (
-        torch.BoolTensor,
-        torch.ByteTensor,
-        torch.IntTensor,
-        torch.LongTensor,
-    )
-    FloatTensor, DoubleTensor, HalfTensor = torch.FloatTensor, torch.DoubleTensor, torch.HalfTensor
-    BFloat16Tensor = torch.BFloat16Tensor
     is_available = is_bf16_supported = is_fp16_supported = _always(True)
     range_push = range_pop = set_compile_backend = _always(None)  # ranges are torch.profiler's; engine.compile chooses
     amp, random, get_compile_backend = _always(torch.amp), _always(torch.random), _always("inductor")
     supported_dtypes = _calls(lambda: [torch.float, torch.half, torch.bfloat16])
     visible_devices_envs = _calls(lambda: ["CUDA_VISIBLE_DEVICES"])
     is_pinned = _calls(Tensor.is_pinned, 1)
-    op_builder_dir = _always(f"{ROOT}.ops.op_builder")
+    op_builder_dir = _always(_BUILDERS)
+    get_op_builder = _calls(lambda name: getattr(import_module(_BUILDERS), name), 1)
+    create_op_builder = _calls(lambda name: getattr(import_module(_BUILDERS), name)(), 1)
     total_memory: Callable[..., int]
     available_memory: Callable[..., int]
-
-    def get_op_builder(self, class_name: str) -> Any:
-        return getattr(import_module(self.op_builder_dir()), class_name)
-
-    def create_op_builder(self, class_name: str) -> Any:
-        return self.get_op_builder(class_name)()
 
     def on_accelerator(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._name
@@ -67,8 +53,9 @@ class DeepSpeedAccelerator:
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
         current_env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, local_accelerator_ids))
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+    def __getattr__(self, name: str) -> Any:
+        home = torch if name.endswith("Tensor") else getattr(torch, self._name)
+        return getattr(home, name)
 
 
 class CPU_Accelerator(DeepSpeedAccelerator):
@@ -82,8 +69,8 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     is_triton_supported = _always(False)
     device = stream = _always(contextlib.nullcontext())
     set_device = synchronize = current_stream = default_stream = empty_cache = reset_peak_memory_stats = _always(None)
-    current_device = _number("LOCAL_RANK", default=0)
-    device_count = _number("LOCAL_SIZE", "LOCAL_WORLD_SIZE", default=1)
+    current_device = _calls(get_local_rank)
+    device_count = _calls(lambda: int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1))
     manual_seed = manual_seed_all = _calls(torch.manual_seed, 1)
     initial_seed, default_generator = _calls(torch.initial_seed), _always(torch.default_generator)
     get_rng_state, set_rng_state = _calls(torch.get_rng_state), _calls(torch.set_rng_state, 1)
@@ -99,7 +86,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
 
 
 class CUDA_Accelerator(DeepSpeedAccelerator):
-    """What is not here is torch.cuda's, under the same name."""
+    """Streams, memory and random states are torch.cuda's, under the same names."""
 
     _name = "cuda"
     communication_backend_name, export_envs = _always("nccl"), _calls(lambda: ["NCCL"])
@@ -114,9 +101,6 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
 
     def device_name(self, device_index: int | None = None) -> str:
         return "cuda" if device_index is None else f"cuda:{device_index}"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
 
 
 _FOUND: list[DeepSpeedAccelerator] = []
@@ -135,7 +119,3 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
 def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
     _FOUND[:] = [accel_obj]
-
-
-def is_current_accelerator_supported() -> bool:
-    return True

@@ -18,11 +18,10 @@ def parse_arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="ds_to_universal")
     p.add_argument("--input_folder", required=True, help="one checkpoint")
     p.add_argument("--output_folder", required=True, help="where the new one goes")
-    for flag, number in {"--num_extract_workers": 4, "--num_merge_workers": 2}.items():
-        p.add_argument(flag, type=int, default=number)
-    for flag in ("--keep_temp_folder", "--inject_missing_state"):
+    for flag in ("--num_extract_workers", "--num_merge_workers"):
+        p.add_argument(flag, type=int)
+    for flag in ("--keep_temp_folder", "--inject_missing_state", "--no_strict"):
         p.add_argument(flag, action="store_true")
-    p.add_argument("--no_strict", dest="strict", action="store_false")
     return p.parse_args(args)
 
 

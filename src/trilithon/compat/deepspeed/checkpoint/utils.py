@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,4 @@ class SubparamShape:
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """The same structure with tensors of their own on `device`: a view saves its elements, not its whole buffer."""
-    if isinstance(item, Tensor):
-        return item.detach().clone().to(device)
-    if isinstance(item, dict):
-        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
-    if isinstance(item, list | tuple):
-        parts = [clone_tensors_for_torch_save(value, device) for value in item]
-        return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
-    return item
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone().to(device), item)

@@ -1,11 +1,9 @@
-"""`deepspeed.comm`: torch.distributed under other names, and the ways to begin.
-
-Functions of torch.distributed that are not defined here are theirs. Before any process group exists there is one rank.
-"""
+"""`deepspeed.comm`: torch.distributed, with what differs in it. Before any process group exists there is one rank."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trilithon.comm import mesh
-from trilithon.errors import ConfigError
 
 DEFAULT_TIMEOUT = timedelta(minutes=float(os.environ.get("DEEPSPEED_TIMEOUT", "10")))
 
@@ -35,24 +32,23 @@ def init_distributed(
     backend = "cpu:gloo,cuda:nccl" if dist_backend == "nccl" and torch.cuda.is_available() else dist_backend
     if rank >= 0 and world_size > 0:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    if os.environ.get("RANK") or os.environ.get("WORLD_SIZE"):
+    started = bool(os.environ.get("RANK") or os.environ.get("WORLD_SIZE"))
+    if started:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
-        if init_method is None:
-            mesh.init_distributed(backend, seconds)
-        else:
-            dist.init_process_group(backend or "gloo", init_method, timeout, int(os.environ["WORLD_SIZE"]), rank)
-        return
-    dist.init_process_group(
-        backend or "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
-    )
+    if started and init_method is not None:
+        dist.init_process_group(backend or "gloo", init_method, timeout, int(os.environ["WORLD_SIZE"]), rank)
+    else:
+        mesh.init_distributed(backend, seconds, alone=True)
 
 
-def get_rank(group: Any = None) -> int:
-    return dist.get_rank(group) if dist.is_initialized() else 0
+def _once_begun(function: Callable[..., Any], before: Any) -> Callable[..., Any]:
+    """A function of torch.distributed, and what one rank by itself gets before there is a process group."""
+    return lambda *args, **kwargs: function(*args, **kwargs) if dist.is_initialized() else before
 
 
-def get_world_size(group: Any = None) -> int:
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+get_rank, get_world_size = _once_begun(dist.get_rank, 0), _once_begun(dist.get_world_size, 1)
+get_all_ranks_from_group = _once_begun(dist.get_process_group_ranks, [0])
+barrier = _once_begun(dist.barrier, None)
 
 
 def get_local_rank() -> int:
@@ -65,24 +61,6 @@ def get_world_group() -> Any:
 
 def get_global_rank(group: Any, group_rank: int) -> int:
     return dist.get_global_rank(group, group_rank) if group is not None else group_rank
-
-
-def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    return dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
-
-
-def barrier(group: Any = None, async_op: bool = False, **_: Any) -> Any:
-    return dist.barrier(group=group, async_op=async_op) if dist.is_initialized() else None
-
-
-def reduce_scatter_fn(
-    output: Any, tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> Any:
-    return dist.reduce_scatter_tensor(output, tensor, op=op, group=group, async_op=async_op)
-
-
-def allgather_fn(output: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-    return dist.all_gather_into_tensor(output, tensor, group=group, async_op=async_op)
 
 
 def all_gather_coalesced(outputs: Any, inputs: Any, group: Any = None, async_op: bool = False) -> Any:
@@ -108,14 +86,3 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
 
 def configure(*_args: Any, **_kwargs: Any) -> None:
     """Bytes of the engine's collectives are always counted: `engine.native.ledger`."""
-
-
-def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
-    raise ConfigError(
-        "deepspeed.comm.log_summary(): the bytes of an engine's collectives are in engine.native.ledger, and times on "
-        "the step that monitor.profile_step names."
-    )
-
-
-def __getattr__(name: str) -> Any:
-    return getattr(dist, name)

@@ -17,12 +17,12 @@ from trilithon.errors import ConfigError
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """(whether there are layers of experts, the experts of the first one, 0 without)."""
-    layers = [module for module in m.modules() if isinstance(module, trilithon.MoE)]
-    return bool(layers), layers[0].num_experts if layers else 0
+    found = [layer.num_experts for layer in m.modules() if isinstance(layer, trilithon.MoE)]
+    return bool(found), found[0] if found else 0
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """A parameter of an expert of `deepspeed.moe.layer.MoE`."""
+    """Of an expert of `deepspeed.moe.layer.MoE`."""
     return not getattr(param, "allreduce", True)
 
 
@@ -30,12 +30,6 @@ def split_params_into_shared_and_expert_params(params: Iterable[Tensor]) -> tupl
     """(parameters that every rank has, those of experts)."""
     found = list(params)
     return [p for p in found if not is_moe_param(p)], [p for p in found if is_moe_param(p)]
-
-
-def split_params_grads_into_shared_and_expert_params(group: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients that are there, likewise."""
-    shared, expert = split_params_into_shared_and_expert_params(group)
-    return [p.grad for p in shared if p.grad is not None], [p.grad for p in expert if p.grad is not None]
 
 
 def split_params_into_different_moe_groups_for_optimizer(
@@ -50,13 +44,12 @@ def split_params_into_different_moe_groups_for_optimizer(
     if any("name" not in group for group in groups):
         raise ConfigError('a parameter group has no "name", by which the groups of its experts go. Give it one.')
     found: list[dict[str, Any]] = []
-    limit = math.inf if max_group_size is None else max_group_size
     for group in groups:
         group["params"], experts = split_params_into_shared_and_expert_params(group["params"])
         by_name: dict[str, list[list[Tensor]]] = {}
         for param in experts:
             lists = by_name.setdefault(cast(Any, param).group_name, [[]])
-            if lists[-1] and sum(p.numel() for p in lists[-1]) + param.numel() > limit:
+            if lists[-1] and sum(p.numel() for p in lists[-1]) + param.numel() > (max_group_size or math.inf):
                 lists.append([])
             lists[-1].append(param)
         found += [{**group, "params": p, "name": name, "moe": True} for name, lists in by_name.items() for p in lists]
@@ -64,7 +57,6 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """A group of expert parameters."""
     return bool(param_group.get("moe", False))
 
 

@@ -7,10 +7,21 @@ classes "for the CPU" have the same rule as the others.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Self
+from inspect import Parameter, Signature
+from typing import Any, ClassVar, Self
 
+from trilithon.config import Section
 from trilithon.config.optimizer import Adagrad, Adam, AdamW, Lamb, Lion, OptimizerConfig
 from trilithon.optim.named import Named
+
+# Arguments that have one value here, and what to do instead of giving them another one.
+_FIXED = {
+    "amsgrad": (False, "is not supported. Pass torch.optim.AdamW(amsgrad=True)."),
+    "fp32_optimizer_states": (True, "is not in this version. State is always fp32."),
+    "eps_inside_sqrt": (False, "is not in this version. eps is added outside the root."),
+    "max_grad_norm": (0.0, "is not in this version. Write gradient_clipping in the configuration."),
+}
+_OURS = {"max_coeff": "max_ratio", "min_coeff": "min_ratio"}  # fields of a section that have another name there
 
 
 class ByName(Named):
@@ -22,98 +33,45 @@ class ByName(Named):
         Named.__init__(made, params, section)
         return made
 
-    def _require(self, amsgrad: bool = False, fp32_states: bool = True) -> None:
-        name = type(self).__name__
-        if amsgrad:
-            raise RuntimeError(f"{name} does not support the AMSGrad variant; pass torch.optim.AdamW(amsgrad=True).")
-        if not fp32_states:
-            raise RuntimeError(f"{name}: fp32_optimizer_states=False is not in this version; state is always fp32.")
 
+class _WithArguments(ByName):
+    """One whose constructor has DeepSpeed's arguments. Raises RuntimeError for values that no rule here has."""
 
-def _adam(
-    lr: float, bias_correction: bool, betas: Iterable[float], eps: float, weight_decay: float, decoupled: bool
-) -> Adam | AdamW:
-    first, second = betas
-    kind = AdamW if decoupled else Adam
-    return kind(lr=lr, betas=(first, second), eps=eps, weight_decay=weight_decay, bias_correction=bool(bias_correction))
+    __signature__: ClassVar[Signature]
+    _section: ClassVar[type[Section]]
 
-
-class FusedAdam(ByName):
-    """Adam, with decoupled weight decay unless the mode says otherwise. Raises RuntimeError for amsgrad."""
-
-    def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, adam_w_mode: bool = True,
-        weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True,
-    ) -> None:  # fmt: skip
-        self._require(amsgrad)
-        super().__init__(params, _adam(lr, bias_correction, betas, eps, weight_decay, adam_w_mode))
-
-
-class DeepSpeedCPUAdam(ByName):
-    """Raises RuntimeError for amsgrad and for state that is not fp32."""
-
-    def __init__(
-        self, model_params: Iterable[Any], lr: float = 1e-3, bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0,
-        amsgrad: bool = False, adamw_mode: bool = True, fp32_optimizer_states: bool = True,
-    ) -> None:  # fmt: skip
-        self._require(amsgrad, fp32_optimizer_states)
-        super().__init__(model_params, _adam(lr, bias_correction, betas, eps, weight_decay, adamw_mode))
-
-
-class DeepSpeedCPUAdagrad(ByName):
-    """Raises RuntimeError for amsgrad and for state that is not fp32."""
-
-    def __init__(
-        self, model_params: Iterable[Any], lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0,
-        amsgrad: bool = False, fp32_optimizer_states: bool = True,
-    ) -> None:  # fmt: skip
-        self._require(amsgrad, fp32_optimizer_states)
-        super().__init__(model_params, Adagrad(lr=lr, eps=eps, weight_decay=weight_decay))
-
-
-class FusedLamb(ByName):
-    """max_coeff and min_coeff bound the trust ratio. Raises RuntimeError for amsgrad and eps_inside_sqrt."""
-
-    def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, eps_inside_sqrt: bool = False,
-        weight_decay: float = 0.0, max_grad_norm: float = 0.0, max_coeff: float = 10.0, min_coeff: float = 0.01,
-        amsgrad: bool = False,
-    ) -> None:  # fmt: skip
-        self._require(amsgrad)
-        if eps_inside_sqrt or max_grad_norm:
-            raise RuntimeError(
-                f"FusedLamb: eps_inside_sqrt={eps_inside_sqrt} and max_grad_norm={max_grad_norm} are not in this "
-                "version. eps is added outside the root; write gradient_clipping in the configuration."
-            )
-        section = Lamb(
-            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, min_ratio=min_coeff, max_ratio=max_coeff,
-            bias_correction=bias_correction,
-        )  # fmt: skip
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        bound = self.__signature__.bind(*args, **settings)
+        bound.apply_defaults()
+        (_, params), *pairs = bound.arguments.items()
+        given = {_OURS.get(key, key): value for key, value in pairs if key != "set_grad_none"}
+        for key, (value, instead) in _FIXED.items():
+            if given.pop(key, value) != value:
+                raise RuntimeError(f"{type(self).__name__}: {key} other than {value} {instead}")
+        decoupled = given.pop("adam_w_mode", True) and given.pop("adamw_mode", True)
+        section: Any = self._section(**given) if decoupled else Adam(**given)
         super().__init__(params, section)
 
 
-class FusedLion(ByName):
-    """Lion with DeepSpeed's defaults."""
-
-    def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0, set_grad_none: bool = True,
-    ) -> None:  # fmt: skip
-        super().__init__(params, Lion(lr=lr, betas=betas, weight_decay=weight_decay))
+def _named(name: str, section: type[Section], first: str, **defaults: Any) -> type[_WithArguments]:
+    """first: what DeepSpeed calls the parameters to train. defaults: of the other arguments, in its order."""
+    kind = Parameter.POSITIONAL_OR_KEYWORD
+    others = [Parameter(key, kind, default=value) for key, value in defaults.items()]
+    signature = Signature([Parameter(first, kind), *others])
+    return type(name, (_WithArguments,), {"__signature__": signature, "_section": section})
 
 
-class DeepSpeedCPULion(ByName):
-    """Raises RuntimeError for state that is not fp32."""
+_BETAS = {"betas": (0.9, 0.999)}
+_ADAM = {"lr": 1e-3, "bias_correction": True, **_BETAS, "eps": 1e-8}
+_PLAIN, _CPU = {"weight_decay": 0.0, "amsgrad": False}, {"fp32_optimizer_states": True}
+_BOUNDS = {"max_grad_norm": 0.0, "max_coeff": 10.0, "min_coeff": 0.01, "amsgrad": False}
 
-    def __init__(
-        self, model_params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0, fp32_optimizer_states: bool = True,
-    ) -> None:  # fmt: skip
-        self._require(fp32_states=fp32_optimizer_states)
-        super().__init__(model_params, Lion(lr=lr, betas=betas, weight_decay=weight_decay))
+FusedAdam = _named("FusedAdam", AdamW, "params", **_ADAM, adam_w_mode=True, **_PLAIN, set_grad_none=True)
+DeepSpeedCPUAdam = _named("DeepSpeedCPUAdam", AdamW, "model_params", **_ADAM, **_PLAIN, adamw_mode=True, **_CPU)
+DeepSpeedCPUAdagrad = _named("DeepSpeedCPUAdagrad", Adagrad, "model_params", lr=1e-2, eps=1e-10, **_PLAIN, **_CPU)
+FusedLamb = _named("FusedLamb", Lamb, "params", **_ADAM, eps_inside_sqrt=False, weight_decay=0.0, **_BOUNDS)
+FusedLion = _named("FusedLion", Lion, "params", lr=1e-3, **_BETAS, weight_decay=0.0, set_grad_none=True)
+DeepSpeedCPULion = _named("DeepSpeedCPULion", Lion, "model_params", lr=1e-3, **_BETAS, weight_decay=0.0, **_CPU)
 
 
 class OnebitAdam(ByName):

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from trilithon.compat.deepspeed.comm import init_distributed
-from trilithon.compat.deepspeed.engines import engine_of
 from trilithon.compat.deepspeed.ops import optimizers as ops
 from trilithon.compat.deepspeed.runtime.config import ArgumentError, DeepSpeedConfig
 from trilithon.compat.deepspeed.runtime.engine import DeepSpeedEngine
@@ -20,6 +19,7 @@ from trilithon.compat.deepspeed.runtime.lr_schedules import SCHEDULES
 from trilithon.compat.deepspeed.runtime.pipe.engine import PipelineEngine
 from trilithon.compat.deepspeed.runtime.zero.parameter_offload import adopt, release
 from trilithon.engine.build import initialize as native_initialize
+from trilithon.engine.owners import engine_of
 from trilithon.parallel.pipeline import PipelineModule
 
 _CLASSES: dict[str, tuple[type[ops.ByName], type[ops.ByName]]] = {  # by kind: with state on the device, and elsewhere

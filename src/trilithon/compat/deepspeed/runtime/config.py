@@ -5,28 +5,23 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from trilithon.compat.deepspeed.comm import get_world_size
 from trilithon.config import Config, sources
 from trilithon.config.batch import ResolvedBatch
 from trilithon.config.deepspeed_release import Release, deepspeed_release
 from trilithon.config.deepspeed_tolerant import tolerant
+from trilithon.config.deepspeed_types import OWN_OPTIMIZERS, SCHEDULERS
 from trilithon.errors import BatchError, ConfigError
 
 logger = logging.getLogger(__name__)
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "lamb", "lion"
 ADAGRAD_OPTIMIZER, MUON_OPTIMIZER = "adagrad", "muon"
-_OURS = {
-    *("adam", "adamw", "sgd", "lion", "adagrad", "lamb", "onebitadam", "onebitlamb", "zerooneadam"),
-    *("muon", "muadam", "muadamw", "musgd"),
-}
-_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 RELEASE_KEY = "_deepspeed_release"
 
 
@@ -51,7 +46,7 @@ class DeepSpeedConfig:
         self, config: str | os.PathLike[str] | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None,
         *, stages: int = 1,
     ) -> None:  # fmt: skip
-        self.raw: dict[str, Any] = _read(config)
+        self.raw: dict[str, Any] = dict(config) if isinstance(config, Mapping) else sources.read(config)[0]
         self._param_dict = self.raw
         self.mpu = mpu
         self.release: Release = deepspeed_release(self.raw.get(RELEASE_KEY))
@@ -59,13 +54,14 @@ class DeepSpeedConfig:
         if left_out:
             logger.debug("keys without effect, as in DeepSpeed: %s", ", ".join(left_out))
         self.managed_gradient_accumulation = block.pop("managed_gradient_accumulation", True) is not False
-        self.torch_optimizer = _of_torch(block, "optimizer", torch.optim, _OURS, lower=True)
-        self.torch_scheduler = _of_torch(block, "scheduler", torch.optim.lr_scheduler, _SCHEDULES, lower=False)
+        self.torch_optimizer = _of_torch(block, "optimizer", torch.optim, OWN_OPTIMIZERS, lower=True)
+        self.torch_scheduler = _of_torch(block, "scheduler", torch.optim.lr_scheduler, SCHEDULERS, lower=False)
         try:
-            loaded = Config.load(block, deepspeed_release=self.release, name="the DeepSpeed configuration")
-            mesh = loaded.mesh.model_copy(update={"pipe": stages}) if stages > 1 else loaded.mesh
-            self.native = loaded.model_copy(update={"mesh": mesh}) if stages > 1 else loaded
-            self.batch: ResolvedBatch = self.native.resolve_batch(self._data_parallel_size())
+            self.native = Config.load(block, deepspeed_release=self.release, name="the DeepSpeed configuration")
+            if stages > 1:
+                mesh = self.native.mesh.model_copy(update={"pipe": stages})
+                self.native = self.native.model_copy(update={"mesh": mesh})
+            self.batch: ResolvedBatch = self.native.resolve_batch(self.native.mesh.axes(get_world_size()).size("data"))
         except BatchError:
             raise
         except ConfigError as error:
@@ -82,10 +78,6 @@ class DeepSpeedConfig:
         self.optimizer_name, self.optimizer_params = self._named("optimizer")
         self.scheduler_name, self.scheduler_params = self._named("scheduler")
 
-    def _data_parallel_size(self) -> int:
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        return self.native.mesh.axes(world).size("data")
-
     def _named(self, block: str) -> tuple[str | None, dict[str, Any] | None]:
         """The type that `optimizer` or `scheduler` names, and its parameters; None without one."""
         section = self.raw.get(block)
@@ -98,18 +90,8 @@ class DeepSpeedConfig:
         logger.info("%s:\n%s", name, self.native.model_dump_json(indent=2))
 
 
-def _read(config: Any) -> dict[str, Any]:
-    if isinstance(config, Mapping):
-        return dict(config)
-    if not isinstance(config, str | os.PathLike):
-        raise ValueError(
-            f"a DeepSpeed configuration is a dict, the path of a JSON file or base64 of one; got {config!r}."
-        )
-    return sources.read(Path(config) if isinstance(config, os.PathLike) else config)[0]
-
-
 def _of_torch(
-    block: dict[str, Any], name: str, where: Any, ours: Iterable[str], *, lower: bool
+    block: dict[str, Any], name: str, where: Any, ours: Collection[str], *, lower: bool
 ) -> Callable[..., Any] | None:
     """A class of torch that the block names, with its parameters; it leaves the block then."""
     section = block.get(name)

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trilithon.comm.collectives import Group
-from trilithon.compat.deepspeed.engines import newest
+from trilithon.engine.owners import newest
 from trilithon.errors import ProtocolError
 
 _FAMILIES = {

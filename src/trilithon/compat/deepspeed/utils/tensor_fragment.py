@@ -14,8 +14,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from trilithon.compat.deepspeed.engines import engine_of
 from trilithon.engine.engine import Engine
+from trilithon.engine.owners import engine_of
 from trilithon.errors import ProtocolError
 
 

@@ -19,9 +19,6 @@ class LossScalerBase:
     def loss_scale(self) -> float:
         return self.cur_scale
 
-    def scale_gradient(self, module: object, grad_in: tuple[Tensor, ...], grad_out: object) -> tuple[Tensor, ...]:
-        return tuple(self.loss_scale * grad for grad in grad_in)
-
     def update_scale(self, overflow: bool) -> None:
         """The scale is fixed."""
 

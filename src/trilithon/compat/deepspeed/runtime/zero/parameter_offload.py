@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from trilithon import zero
-from trilithon.compat.deepspeed import engines
 from trilithon.compat.deepspeed.runtime.zero.parameter_attributes import forget, note
 from trilithon.compat.deepspeed.runtime.zero.partition_parameters import GatheredParameters, external_parameters
 from trilithon.engine.engine import Engine
+from trilithon.engine.owners import engine_of
 
 _METHODS: dict[str, Callable[[nn.Module], Iterable[tuple[str, nn.Parameter]]]] = {  # of every module of an engine
     "ds_external_parameters": lambda module: external_parameters(module).items(),
@@ -26,8 +26,7 @@ _METHODS: dict[str, Callable[[nn.Module], Iterable[tuple[str, nn.Parameter]]]] =
 
 
 def adopt(engine: Engine) -> None:
-    """A new engine: its parameters can be found from now on, and get the attributes of stage 3 if that is its stage."""
-    engines.register(engine)
+    """A new engine: its parameters get the attributes of stage 3 if that is its stage."""
     if engine.config.zero.stage == 3:
         for param in engine.module.parameters():
             note(param)
@@ -39,10 +38,9 @@ def adopt(engine: Engine) -> None:
 
 def release(engine: Engine) -> None:
     """The engine is closed: parameters and modules are as they were, unless another one has them by now."""
-    if engines.engine_of(engine.module)[0] is not engine:
+    if engine_of(engine.module)[0] is not engine:
         return
-    forget([param for param in engine.module.parameters() if engines.engine_of(param)[0] is engine])
-    engines.unregister(engine)
+    forget([param for param in engine.module.parameters() if engine_of(param)[0] is engine])
     for module in engine.module.modules():
         zero.allow_unaware(module, allow=False)
         for name in _METHODS:
