@@ -39,9 +39,9 @@ def adopt(engine: Engine) -> None:
 
 def release(engine: Engine) -> None:
     """The engine is closed: parameters and modules are as they were, unless another one has them by now."""
-    if engines.engine_of(engine.module)[0] is not engine:
+    if engines.engine_of(engine.module)[0] not in (engine, None):
         return
-    forget([param for param in engine.module.parameters() if engines.engine_of(param)[0] is engine])
+    forget([param for param in engine.module.parameters() if engines.engine_of(param)[0] in (engine, None)])
     engines.unregister(engine)
     for module in engine.module.modules():
         zero.allow_unaware(module, allow=False)
