@@ -23,11 +23,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
 @pytest.fixture
 def text(tmp_path) -> Path:
     (tmp_path / "a.txt").write_text("some text to learn from, again and again.\n" * 200)
@@ -90,9 +85,10 @@ def test_a_killed_rank_leads_to_a_restart_from_the_last_checkpoint(text, tmp_pat
     assert recorded(out) == list(range(1, recorded(out)[-1] + 1)), "every step once"
 
 
-def node(run: Path, port: int, *arguments: object) -> subprocess.Popen[str]:
-    """One machine of an elastic job of one or two, with one rank."""
-    conf = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
+def node(run: Path, port: int, *arguments: object, hosts: bool) -> subprocess.Popen[str]:
+    """One machine of an elastic job of one or two, with one rank. hosts: the others meet there."""
+    conf = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
+    conf += f",is_host={str(hosts).lower()}"
     torchrun = (
         *("torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "elastic"),
@@ -107,9 +103,8 @@ def test_an_elastic_job_goes_on_with_fewer_ranks_and_the_same_batch(text, tmp_pa
         *("-d", text, "--out", out, "--cache", tmp_path / "c", *SMALL, *EVERY_STEP, "-z", 2, "--resume"),
         *("--steps", 100_000, "--save-every", 5),
     )
-    first = node(out, free_port, *arguments)
-    wait_until(lambda: listens(free_port), first, "no meeting point")  # on the machine that stays
-    second = node(out, free_port, *arguments)
+    first = node(out, free_port, *arguments, hosts=True)  # the machine that stays
+    second = node(out, free_port, *arguments, hosts=False)
     try:
         wait_until(lambda: ranks_of(second.pid, "train") != [], second, "the second machine has no rank")
         at = newest(out)  # of the first alone, if it did not wait for the second

@@ -266,13 +266,22 @@ def test_calls_that_mean_nothing_here_are_refused_by_name(tmp_path):
         engine.load_checkpoint(tmp_path, custom_load_fn=print)
     with pytest.raises(ProtocolError, match="compiles the module"):
         engine.compile(schedule=[(0, [])])
-    for name in ("offload_states", "coalesce_grad_reduction"):
+    for name in ("offload_states", "coalesce_grad_reduction", "amp_enabled", "zero_cpu_offload"):
         assert not hasattr(engine, name)
         with pytest.raises(AttributeError, match=f"DeepSpeedEngine.{name} does not exist"):
             getattr(engine, name)
     engine.save_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="no checkpoint 'missing'"):
         engine.load_checkpoint(tmp_path, tag="missing")
+    engine.destroy()
+
+
+def test_a_leaf_module_is_one_unit_and_others_of_its_class_are_not():
+    net = nn.Sequential(nn.Linear(4, 4), *(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)))
+    deepspeed.utils.set_z3_leaf_modules_by_name(net, ["1"])
+    engine = start(net=net, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
+    units = {unit.name: len(unit.params) for unit in engine.native._sharding.units}
+    assert units == {"(root)": 6, "1": 4}
     engine.destroy()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -79,6 +80,21 @@ def test_an_unknown_name_says_where_to_look_and_leaves_hasattr_working():
     with pytest.raises(AttributeError, match=r"deepspeed\.ops\.aio .*offload\.path"):
         _ = deepspeed.ops.aio
     assert not hasattr(deepspeed.runtime, "hybrid_engine")
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "way"),
+    [
+        ("utils.logging", "print_rank_0", "log_dist"),
+        ("utils.nvtx", "range_push", r"torch\.cuda\.nvtx"),
+        ("utils.torch", "register_grad_hook", "register_post_accumulate_grad_hook"),
+        ("runtime.zero.utils", "is_zero3_model", r"trilithon\.zero\.is_cut"),
+    ],
+)
+def test_a_name_that_is_left_out_of_a_module_says_what_to_use(path, name, way):
+    module = importlib.import_module(f"{deepspeed.__name__}.{path}")
+    with pytest.raises(MissingNameError, match=rf"deepspeed\.{path}\.{name} does not exist here.*{way}"):
+        getattr(module, name)
 
 
 def test_what_is_not_carried_over_says_so_when_it_is_used():

@@ -38,9 +38,9 @@ def adopt(engine: Engine) -> None:
 
 def release(engine: Engine) -> None:
     """The engine is closed: parameters and modules are as they were, unless another one has them by now."""
-    if engine_of(engine.module)[0] is not engine:
+    if engine_of(engine.module)[0] not in (engine, None):
         return
-    forget([param for param in engine.module.parameters() if engine_of(param)[0] is engine])
+    forget([param for param in engine.module.parameters() if engine_of(param)[0] in (engine, None)])
     for module in engine.module.modules():
         zero.allow_unaware(module, allow=False)
         for name in _METHODS:
