@@ -103,8 +103,9 @@ class Group:
         self._world_size = process_group.size() if process_group is not None else 1
         ranks = tuple(dist.get_process_group_ranks(process_group)) if process_group is not None else (0,)
         self._journal = Journal(name, ranks)
-        self._watchdog = watchdog
-        self._watched = watchdog.follow(self._journal) if watchdog is not None else name
+        # A group of one waits for nobody. What it does is its own: no call of another rank's has to be the same.
+        self._watchdog = watchdog if process_group is not None else None
+        self._watched = self._watchdog.follow(self._journal) if self._watchdog is not None else name
         self._pairs = PointToPoint(process_group) if process_group is not None else None
         self._buffers = ReceiveBuffers()
         self._add = add

@@ -17,7 +17,7 @@ from trilithon.comm.collectives import Group
 from trilithon.comm.mesh import rendezvous_store
 from trilithon.comm.watchdog import EXIT_STATUS, Watchdog
 from trilithon.contracts import Tag
-from trilithon.testing import run_ranks_raw
+from trilithon.testing import run_ranks, run_ranks_raw
 from warm_python import python
 
 LIMIT_S = 2.0
@@ -124,6 +124,24 @@ def test_without_a_fault_nobody_is_accused():
     statuses, said, _ = ends_of("none")
     assert statuses == [0, 0, 0]
     assert "trilithon" not in said
+
+
+def slow_stages():
+    """What stages of a pipeline do, with nobody beside them: calls of their own, and waits of more than a second."""
+    rank = dist.get_rank()
+    watchdog = Watchdog(60.0, rendezvous_store(), rank, 2)
+    alone = Group(None, name="gather", watchdog=watchdog)
+    together = Group(dist.new_group(), name="pipe", watchdog=watchdog)
+    alone.broadcast(torch.zeros(8 + rank), 0, Tag("bucket.0")).wait()
+    for late in (1, 0, 1):
+        time.sleep(1.7 if rank == late else 0.0)
+        together.all_reduce(torch.ones(1), Tag("loss")).wait()
+    watchdog.close()
+    return rank
+
+
+def test_what_ranks_do_in_groups_of_their_own_may_differ():
+    assert run_ranks(slow_stages, 2, timeout_s=30) == [0, 1]
 
 
 def test_calls_that_differ_do_not_wait_for_a_long_limit():
