@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict, namedtuple
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import trilithon
-from trilithon.compat.deepspeed import moe, utils, zero
+from trilithon.compat.deepspeed import env_report, moe, utils, zero
 from trilithon.compat.deepspeed.checkpoint import clone_tensors_for_torch_save, ds_to_universal
 from trilithon.compat.deepspeed.moe.layer import MoE
 from trilithon.compat.deepspeed.moe.sharded_moe import top1gating, top2gating, topkgating
@@ -244,3 +246,13 @@ def test_small_things():
         utils.set_log_level_from_string("loud")
     utils.set_log_level_from_string("warning")
     assert utils.logger.level == 30
+
+
+def test_the_report_tells_versions_and_leaves_out_what_is_hidden(capsys):
+    env_report.main(["--hide_operator_status", "--hide_errors_and_warnings"])
+    told = capsys.readouterr().out
+    assert re.search(rf"^torch \.+ {re.escape(version('torch'))}$", told, re.MULTILINE)
+    assert re.search(r"^trilithon \.+ \d", told, re.MULTILINE) and re.search(r"^cuda of torch \.+ ", told, re.MULTILINE)
+    assert "operators" not in told and "training is" not in told
+    env_report.main(["--hide_errors_and_warnings"])
+    assert capsys.readouterr().out.startswith("operators: none is compiled ahead")
