@@ -130,9 +130,8 @@ def _flat(source: Source, stage: int, rank: int, ranks: int) -> dict[str, Any]:
         paddings.append(size - there)
         mappings.append(_addresses(group.shapes, start, there))
     groups = [{**source.settings(group), "params": [index]} for index, group in enumerate(source.groups)]
-    return {
+    return {  # without "clip_grad": its value would replace that of the configuration which DeepSpeed loads this with
         **_scaling(source),
-        "clip_grad": 0.0,
         "base_optimizer_state": {"state": state, "param_groups": groups},
         "single_partition_of_fp32_groups": masters,
         "zero_stage": Stage(stage),

@@ -34,6 +34,7 @@ def apart(mine, theirs, where=""):
         skipped = {"ds_config", "clip_grad", "bias_correction", "step" if "param_groups" in where else None}
         keys = (set(mine) | set(theirs)) - skipped
         missing = [f"{where}.{key}" for key in keys if key not in mine or key not in theirs]
+        missing += [f"{where}.{key} decides for the run that reads it" for key in {"clip_grad"} & set(mine)]
         return missing + [
             p for key in keys & set(mine) & set(theirs) for p in apart(mine[key], theirs[key], f"{where}.{key}")
         ]
