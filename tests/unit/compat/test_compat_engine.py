@@ -276,15 +276,6 @@ def test_calls_that_mean_nothing_here_are_refused_by_name(tmp_path):
     engine.destroy()
 
 
-def test_a_leaf_module_is_one_unit_and_others_of_its_class_are_not():
-    net = nn.Sequential(nn.Linear(4, 4), *(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)))
-    deepspeed.utils.set_z3_leaf_modules_by_name(net, ["1"])
-    engine = start(net=net, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0})
-    units = {unit.name: len(unit.params) for unit in engine.native._sharding.units}
-    assert units == {"(root)": 6, "1": 4}
-    engine.destroy()
-
-
 def test_events_are_written_as_rows_of_step_and_value(tmp_path):
     sink = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
     engine = start(csv_monitor=sink)
