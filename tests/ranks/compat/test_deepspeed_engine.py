@@ -186,3 +186,14 @@ def test_a_checkpoint_continues_with_its_counters_schedule_and_client_state(stag
     for name, value in expected.items():
         assert torch.equal(found[name], value)
     again.destroy()
+
+
+@ranks(2)
+def test_a_leaf_module_is_one_unit_and_others_of_its_class_are_not():
+    net = nn.Sequential(nn.Linear(4, 4), *(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)))
+    deepspeed.utils.set_z3_leaf_modules_by_name(net, ["1"])
+    settings = config(3)
+    settings["zero_optimization"] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    engine, *_ = deepspeed.initialize(model=net, config=settings)
+    assert {unit.name: len(unit.params) for unit in engine.native._sharding.units} == {"(root)": 6, "1": 4}
+    engine.destroy()

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-import trilithon
 from trilithon.checkpoint import open_checkpoint
 from trilithon.compat import deepspeed
 from trilithon.compat.deepspeed.runtime.dataloader import RepeatingLoader
@@ -275,14 +274,6 @@ def test_calls_that_mean_nothing_here_are_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint 'missing'"):
         engine.load_checkpoint(tmp_path, tag="missing")
     engine.destroy()
-
-
-def test_a_leaf_module_is_one_unit_and_others_of_its_class_are_not():
-    net = nn.Sequential(nn.Linear(4, 4), *(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)))
-    deepspeed.utils.set_z3_leaf_modules_by_name(net, ["1"])
-    assert deepspeed.utils.get_z3_leaf_modules(net) == [net[1]]
-    assert trilithon.zero.is_one_unit(net[1]) and not trilithon.zero.is_one_unit(net[2])
-    assert deepspeed.utils.z3_leaf_parameter(net[1][0].weight) and not deepspeed.utils.z3_leaf_parameter(net[0].weight)
 
 
 def test_events_are_written_as_rows_of_step_and_value(tmp_path):
