@@ -246,6 +246,11 @@ def require_pipeline(axes: Axes, settings: Config) -> None:
             f"zero.stage=3 gathers every parameter for each micro-batch anew, and with mesh.pipe={stages} many are "
             "under way at once. Use zero.stage 0, 1 or 2 inside the stages, or mesh.pipe=1 with zero.stage=3."
         )
+    if settings.tensor.cut_norms and axes.size("tensor") > 1:
+        raise ConfigError(
+            f"tensor.cut_norms cuts tokens where the token embedding leaves its sum, and with mesh.pipe={stages} only "
+            "the first stage has one. Leave tensor.cut_norms out, or use mesh.pipe=1."
+        )
 
 
 def require_no_tiles(axes: Axes, settings: ZeroConfig) -> None:

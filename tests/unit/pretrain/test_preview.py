@@ -103,6 +103,11 @@ def test_what_the_engine_refuses_is_refused_first(changes, words):
         preview(config(**changes), 2)
 
 
+def test_cut_norms_are_refused_with_stages():
+    with pytest.raises(ConfigError, match="only the first stage has one"):
+        preview(config(**{"mesh.pipe": 2, "mesh.tensor": 2, "tensor.cut_norms": True}), 4)
+
+
 @pytest.mark.parametrize(
     ("changes", "ranks", "cut_by"),  # the mesh, and over how many ranks (matrices, norms) are cut at stage 3
     [
