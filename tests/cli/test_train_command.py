@@ -84,7 +84,7 @@ def test_resume_and_recompute_may_stand_alone(arguments, completed):
 def test_a_mistyped_command_is_answered_with_the_nearest():
     for typed, answer in (("trian", "Did you mean train?"), ("frobnicate", "There are check, migrate, train, launch")):
         done = subprocess.run(
-            [sys.executable, "-m", "trilithon.cli.main", typed], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-m", "trilithon", typed], capture_output=True, text=True, timeout=60, check=False
         )
         assert done.returncode == 2 and f"There is no command {typed}. {answer}" in done.stderr
 

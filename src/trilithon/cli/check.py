@@ -28,7 +28,7 @@ def run(  # noqa: PLR0917 (options of a command line)
         str | None, typer.Argument(metavar="FILE", help="JSON or TOML file of trilithon, or JSON file of DeepSpeed.")
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option("--world-size", "-n", help="Solve mesh and batch sizes for this many ranks.")
+        int | None, typer.Option("--world-size", "-n", min=1, help="Solve mesh and batch sizes for this many ranks.")
     ] = None,
     mesh: Annotated[bool, typer.Option("--mesh", help="Draw the mesh of --world-size ranks; needs no FILE.")] = False,
     deepspeed_release: Annotated[
