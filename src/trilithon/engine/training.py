@@ -356,9 +356,10 @@ class Training:
     ) -> Any:
         """One forward in evaluation mode without gradients; the model's mode is restored.
 
-        In a pipeline `batch` is a list of any number of (inputs, labels), and the result is their mean loss on all
-        ranks; with `outputs` it is (mean loss, what the last layer returned for each of them), the latter None but on
-        the last stage, and labels may be None. own_data: the mean over what this rank was given, not over all ranks.
+        Given a list of any number of pairs (inputs, labels), as a pipeline wants it, the result is their mean loss on
+        all ranks; with `outputs` it is (mean loss, what the last layer returned for each of them), the latter None but
+        on the last stage, where labels may be None. own_data: the mean over what this rank was given, not over all
+        ranks. Raises ProtocolError on all ranks for lists that are not equally long.
         """
         if self._pipelined is not None and forward is None and (self._pipelined.stages > 1 or isinstance(batch, list)):
             self._require_open()
@@ -369,9 +370,24 @@ class Training:
         self.module.eval()
         try:
             with torch.no_grad():
+                if forward is None and _is_list_of_pairs(batch):
+                    return self._mean_loss(batch, outputs=outputs, own_data=own_data)
                 return forward(self, batch) if forward is not None else self._forward(batch)
         finally:
             self.module.train(training)
+
+    def _mean_loss(self, batches: Sequence[Any], *, outputs: bool, own_data: bool) -> Any:
+        """As a pipeline of one stage: (inputs, labels) are the arguments of the model."""
+        lengths = self._sharding.exchange(len(batches), "engine.eval_step")
+        if len(set(lengths)) > 1 or not lengths[0]:
+            raise ProtocolError(
+                f"engine.eval_step got lists of {lengths[:16]} micro-batches, by rank. Pass equally many on all ranks, "
+                "and at least one, or evaluate one at a time inside engine.uneven()."
+            )
+        made = [self._forward(batch) for batch in batches]
+        own = math.fsum(float(loss_of(output)) for output in made) / len(made)
+        mean = own if own_data else self._sharding.sum((own,), "evaluation")[0] / len(lengths)
+        return (mean, made) if outputs else mean
 
     def _require_open(self) -> None:
         if self._closed:
@@ -387,3 +403,8 @@ class Training:
         if self._applying is not None and not self._closed:
             self._require_open()
             self._applying.drain()
+
+
+def _is_list_of_pairs(batch: Any) -> bool:
+    """Micro-batches (inputs, labels), and not the arguments of one forward."""
+    return isinstance(batch, list) and all(isinstance(one, tuple | list) and len(one) == 2 for one in batch)

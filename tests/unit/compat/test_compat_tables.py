@@ -19,7 +19,7 @@ from trilithon.compat import deepspeed
 from trilithon.compat.deepspeed import names, resolve
 
 PACKAGE = Path(deepspeed.__file__).parents[1]
-LINES = 2241  # of code in all files: not blank, no comment, no docstring
+LINES = 2300  # of code in all files: not blank, no comment, no docstring
 
 
 def lines_of_code(path: Path) -> set[int]:

@@ -47,7 +47,7 @@ def _once_begun(function: Callable[..., Any], before: Any) -> Callable[..., Any]
 
 
 get_rank, get_world_size = _once_begun(dist.get_rank, 0), _once_begun(dist.get_world_size, 1)
-get_all_ranks_from_group = _once_begun(dist.get_process_group_ranks, [0])
+get_all_ranks_from_group = _once_begun(lambda group=None: dist.get_process_group_ranks(group), [0])
 barrier = _once_begun(dist.barrier, None)
 
 
@@ -63,14 +63,22 @@ def get_global_rank(group: Any, group_rank: int) -> int:
     return dist.get_global_rank(group, group_rank) if group is not None else group_rank
 
 
+class _Together(list[dist.Work]):
+    """Several transfers under way, as one."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self)
+
+
 def all_gather_coalesced(outputs: Any, inputs: Any, group: Any = None, async_op: bool = False) -> Any:
     """outputs[i]: [world_size * n_i], of inputs[i]: [n_i]."""
     works = [dist.all_gather_into_tensor(out, one, group=group, async_op=True) for out, one in zip(outputs, inputs)]
-    if async_op:
-        return works[-1]
-    for work in works:
-        work.wait()
-    return None
+    together = _Together(works)
+    return together if async_op else together.wait()
 
 
 def has_all_gather_into_tensor() -> bool:
